@@ -1,1 +1,1 @@
-"""Which layers share a dictionary: how far apart two layers' vectors lie, and the groups that follow from it."""
+"""The divergence of two layers' key or value vectors, and the groups of layers that share a dictionary."""

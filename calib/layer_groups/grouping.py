@@ -7,7 +7,7 @@ from torch import Tensor
 
 from calib.errors import UsageError
 
-# The groups that the paper gives for its models of 32 layers, "adjusted" by hand (appendix, "Merged Layers"): first layers.
+# The first layers of the groups that the paper gives for its models of 32 layers, "adjusted" by hand (appendix, "Merged Layers").
 PAPER_LAYERS = 32
 PAPER_STARTS = {"keys": (0, 1, 2, 3, 6, 10, 14, 18, 22, 26, 30), "values": (0, 1, 2, 8, 14, 20, 26)}
 
@@ -15,20 +15,22 @@ PAPER_STARTS = {"keys": (0, 1, 2, 3, 6, 10, 14, 18, 22, 26, 30), "values": (0, 1
 def layer_groups(
     kind: str, stream: str, divergence: Tensor, reached: Sequence[int], delta1: float = 0.2, delta2: float = 1.0
 ) -> Tensor:
-    """The group of each layer: int64 `[layers]`, from 0 on, adjacent layers in one group or in two that follow.
+    """Return the group of each layer: int64 `[layers]`, numbered from 0 in layer order; a group is a run of adjacent layers.
 
-    A layer that is not among `reached` is numbered with the group of the layer before it, and holds no group apart: the
-    layers on both sides of it count as adjacent.
+    A layer that is not among `reached` gets the group of the layer before it and does not separate groups: the layers on
+    both sides of it count as adjacent.
 
     Args:
-        kind: `measured`: a layer joins the group before it while every pair of the group is at most `delta1` apart (eq. 6)
-            and the divergences of adjacent layers add up to at most `delta2` (eq. 7). `layers`: each layer for itself.
-            `paper-32`: the groups that the paper prints.
+        kind: `measured`: a layer joins the group before it while every pair of the group has a divergence of at most
+            `delta1` (eq. 6) and the divergences of adjacent layers sum to at most `delta2` (eq. 7). `layers`: each layer is a
+            group. `paper-32`: the groups that the paper prints.
         stream: `keys` or `values`.
-        divergence: `[layers, layers]`.
+        divergence: of each pair of layers, `[layers, layers]`.
         reached: layers that have vectors, in order.
-        delta1: see `kind`.
-        delta2: see `kind`.
+        delta1: largest divergence of two layers of a `measured` group, in nats.
+        delta2: largest sum of the divergences of adjacent layers of a `measured` group, in nats.
+
+    Raises UsageError for `paper-32` if the model does not have 32 layers.
     """
     if kind == "paper-32":
         check_paper(len(divergence))
@@ -50,7 +52,7 @@ def layer_groups(
 
 
 def measured_starts(divergence: Tensor, reached: Sequence[int], delta1: float, delta2: float) -> set[int]:
-    """The first layer of each group, by eq. 6 and 7."""
+    """Return the first layer of each group, by eq. 6 and 7."""
     starts: set[int] = set()
     group: list[int] = []
     total = 0.0
@@ -64,7 +66,7 @@ def measured_starts(divergence: Tensor, reached: Sequence[int], delta1: float, d
 
 
 def check_paper(layers: int) -> None:
-    """UsageError unless the paper's groups are for a model of so many layers."""
+    """Raises UsageError unless `layers` is the 32 of the paper's models."""
     if layers != PAPER_LAYERS:
         raise UsageError(
             f"model.dictionary.groups='paper-32' is for models of {PAPER_LAYERS} layers, this one has {layers}: "
@@ -73,12 +75,12 @@ def check_paper(layers: int) -> None:
 
 
 def members(groups: Tensor, reached: Sequence[int]) -> list[list[int]]:
-    """The layers that have vectors, by group."""
+    """Return the layers of each group that have vectors."""
     return [[layer for layer in reached if int(groups[layer]) == group] for group in range(int(groups.max()) + 1)]
 
 
 def in_words(layers: Sequence[int]) -> str:
-    """`3` or `3-5`, with what is left out in between: `3, 5-7`."""
+    """Return increasing layer numbers as text, runs shortened: `3`, `3-5` or `3, 5-7`."""
     runs: list[list[int]] = []
     for layer in layers:
         if runs and layer == runs[-1][-1] + 1:

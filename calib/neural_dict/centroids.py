@@ -1,7 +1,7 @@
-"""Where a dictionary starts: the centroids of k-means, to unit length (CSR, arXiv:2412.11741, Algorithm 1, line 12).
+"""The initial dictionary: centroids of k-means, scaled to unit length (CSR, arXiv:2412.11741, Algorithm 1, line 12).
 
-Mini-batches (Sculley, WWW 2010): a centroid is the mean of all vectors that were nearest to it when their batch came.
-The samples are passed over a few times in a seeded order. Everything stays on their device.
+Mini-batch k-means (Sculley, WWW 2010): a centroid is the mean of all vectors assigned to it so far, each when its batch was
+processed. The samples are read a few times in a seeded order. All tensors stay on the samples' device.
 """
 
 import torch
@@ -15,9 +15,9 @@ TILE_ELEMENTS = 2**24  # distances in memory at once
 
 
 def centroids(samples: Tensor, count: int, draw: Generator) -> Tensor:
-    """`count` unit rows `[count, d]` from `samples [V, d]` (float32, V >= count); `draw` is a generator of the CPU.
+    """Return `count` unit rows `[count, d]` for `samples [V, d]` (float32, V >= count); `draw` is a CPU generator.
 
-    A centroid that no vector of a pass was nearest to begins anew at one of the vectors that lie farthest from theirs.
+    A centroid without vectors in a pass restarts at one of the vectors of the last batch farthest from their centroids.
     """
     centres = samples[shuffled(samples, draw)[:count]]
     seen = samples.new_zeros(count, dtype=torch.int64)
@@ -39,7 +39,7 @@ def centroids(samples: Tensor, count: int, draw: Generator) -> Tensor:
 
 
 def nearest_centres(x: Tensor, centres: Tensor) -> tuple[Tensor, Tensor]:
-    """Squared distance `[V]` of each row of `x [V, d]` to the nearest of `centres [N, d]`, and its position int64 `[V]`."""
+    """Return the squared distance `[V]` of each row of `x [V, d]` to the nearest of `centres [N, d]`, and its index int64 `[V]`."""
     lengths, found = centres.square().sum(1), []
     for rows in x.split(max(1, TILE_ELEMENTS // len(centres))):
         found.append(torch.addmm(lengths, rows, centres.mT, alpha=-2).min(1))
@@ -48,12 +48,12 @@ def nearest_centres(x: Tensor, centres: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def shuffled(samples: Tensor, draw: Generator) -> Tensor:
-    """A random order of the samples, the same on every device."""
+    """Return a random order of the samples, the same on every device."""
     return torch.randperm(len(samples), generator=draw).to(samples.device)
 
 
 def unit_rows(rows: Tensor, draw: Generator | None = None) -> Tensor:
-    """ReNorm (eq. 9): `rows [N, d]` to length 1. A row of zeros gets a direction from `draw`, or stays without it."""
+    """Return `rows [N, d]` scaled to length 1 (ReNorm, eq. 9); rows of zeros get a random direction if `draw` is given."""
     if draw is not None:
         zero = (rows == 0).all(1, keepdim=True)
         rows = torch.where(zero, torch.randn(rows.shape, generator=draw).to(rows), rows)

@@ -1,4 +1,4 @@
-"""One group's dictionary, and how far its training has come: every tensor of it belongs to the checkpoint."""
+"""One group's dictionary and the state of its training, all of which is saved in the checkpoint."""
 
 import math
 from dataclasses import dataclass
@@ -14,8 +14,8 @@ from calib.neural_dict.loss import diversity, diversity_weight, reconstruction
 from calib.neural_dict.options import DictionaryOptions
 
 FIGURES = ("loss", "diversity", "beta", "dead", "validation")
-EPSILON = 1e-12  # of Adam: far below the gradients of a stream whose vectors are short
-RESEED_VECTORS = 4096  # the worst reconstructed are looked for among so many samples
+EPSILON = 1e-12  # of Adam: far below the gradients, also of a stream whose vectors are short
+RESEED_VECTORS = 4096  # number of random samples among which the worst reconstructed are found
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,11 +23,11 @@ class Task:
     """A dictionary to be trained.
 
     Attributes:
-        name: such as `keys.0`: the stream and the group.
-        samples: float32 `[V, d]` on the CPU, V at least `atoms`.
-        heldout: float32 `[V', d]` on the CPU, for validation.
+        name: the stream and the group, such as `keys.0`.
+        samples: training vectors, float32 `[V, d]` on the CPU, V at least `atoms`.
+        heldout: validation vectors, float32 `[V', d]` on the CPU.
         atoms: rows of the dictionary.
-        sparsity: pairs of a vector, at most d.
+        sparsity: (atom, coefficient) pairs of a vector, at most d.
     """
 
     name: str
@@ -40,10 +40,10 @@ class Task:
 class NeuralDictionary(nn.Module):
     """Algorithm 1 of CSR (arXiv:2412.11741) for one group: `atoms` float32 `[N, d]`, rows of length 1.
 
-    An epoch passes over the samples in an order that depends on seed, name and epoch alone: nothing of another group, no
-    process and no earlier draw enters it, so the state after an epoch is all that is needed to go on. Kept besides the
-    atoms are Adam's moments, the last batch's losses (beta's), the atoms of the best validation loss so far, which are the
-    result, and the figures of the last epoch. The first best ones are the centroids.
+    An epoch reads the samples in an order that depends only on seed, name and epoch, not on other groups, processes or earlier
+    draws, so the state after an epoch is all that a resumed training needs. Besides the atoms, it is Adam's moments, the losses
+    of the last batch (for beta, eq. 11), the atoms with the best validation loss so far, which are the result (at first the
+    centroids), and the figures of the last epoch.
     """
 
     first_moment: Tensor
@@ -61,27 +61,27 @@ class NeuralDictionary(nn.Module):
         self.atoms = nn.Parameter(empty.clone())
         for name in ("first_moment", "second_moment", "best"):
             self.register_buffer(name, empty.clone())
-        self.register_buffer("last_losses", torch.zeros(2))  # MSE and L_div of the batch before
-        self.register_buffer("losses", torch.full((2,), math.inf, dtype=torch.float64))  # on held-out: first, best
-        self.register_buffer("epochs", torch.zeros(2, dtype=torch.int64))  # run, and run when the best atoms were found
+        self.register_buffer("last_losses", torch.zeros(2))  # L_MSE and L_div of the batch before
+        self.register_buffer("losses", torch.full((2,), math.inf, dtype=torch.float64))  # validation: initial, best
+        self.register_buffer("epochs", torch.zeros(2, dtype=torch.int64))  # finished; those when the best was found
         self.register_buffer("figures", torch.zeros(len(FIGURES), dtype=torch.float64))
         self.batches = math.ceil(len(task.samples) / options.batch_size)
 
     @property
     def stopped(self) -> bool:
-        """Whether its epochs are over, or `patience` of them brought nothing."""
+        """Whether all epochs have run, or `patience` epochs without a better validation loss."""
         run, best = self.epochs.tolist()
         return run >= self.options.epochs or run - best >= self.options.patience
 
     def draw(self, purpose: str) -> Generator:
-        """A generator of the CPU for one purpose of the epoch under way."""
+        """Return a CPU generator for one purpose in the current epoch."""
         epoch = int(self.epochs[0])
         key = keyed_random("dictionary", self.seed, self.task.name, epoch, purpose)
         return Generator().manual_seed(key.getrandbits(63))
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Brings the samples to the atoms' device; starts from centroids unless a checkpoint was loaded."""
+        """Moves the samples to the atoms' device and creates the optimizer; starts from centroids unless resumed."""
         device = self.atoms.device
         self.samples, self.heldout = self.task.samples.to(device), self.task.heldout.to(device)
         if math.isinf(self.losses[0]):
@@ -90,7 +90,7 @@ class NeuralDictionary(nn.Module):
             self.best.copy_(self.atoms)
         self.optimizer = torch.optim.Adam([self.atoms], eps=EPSILON)
         self.step = int(self.epochs[0]) * self.batches
-        # Adam works in place on the buffers of the checkpoint.
+        # Adam updates these buffers in place, so the checkpoint has its moments.
         self.optimizer.state[self.atoms] = {
             "step": torch.tensor(float(self.step)),
             "exp_avg": self.first_moment,
@@ -98,17 +98,17 @@ class NeuralDictionary(nn.Module):
         }
 
     def end(self) -> None:
-        """Lets go of the samples and the optimizer."""
+        """Frees the samples and the optimizer."""
         del self.samples, self.heldout, self.optimizer
 
     def begin_epoch(self) -> None:
-        """Draws the order of the samples; counts and sums begin at 0."""
+        """Draws the order of the samples and resets counts and sums."""
         self.order = torch.randperm(len(self.samples), generator=self.draw("order")).to(self.samples.device)
         self.used = torch.zeros(len(self.atoms), dtype=torch.int64, device=self.order.device)
         self.summed = torch.zeros(2, device=self.order.device)
 
     def train_part(self, part: int, parts: int) -> None:
-        """The share `part` of `parts` of the epoch's batches."""
+        """Trains on part number `part`, from 0, of `parts` equal parts of the epoch's batches."""
         if part == 0:
             self.begin_epoch()
         batches = self.order.tensor_split(self.batches)
@@ -116,7 +116,7 @@ class NeuralDictionary(nn.Module):
             self.train_batch(self.samples[batches[number]])
 
     def train_batch(self, x: Tensor) -> None:
-        """One step on `x [B, d]`."""
+        """Takes one optimizer step on the batch `x [B, d]`."""
         index, coefficient = matching_pursuit(x, self.atoms, self.task.sparsity)
         self.used.index_add_(0, index.flatten(), torch.ones_like(index).flatten())
         loss = mse = reconstruction(self.atoms, x, index, coefficient)
@@ -138,7 +138,7 @@ class NeuralDictionary(nn.Module):
 
     @torch.no_grad()
     def end_epoch(self) -> None:
-        """Validates, keeps the best atoms, draws dead ones anew."""
+        """Validates, keeps the atoms if they are the best so far, and reseeds atoms that no vector used."""
         dead = self.used == 0
         loss = self.validation_loss()
         self.epochs[0] += 1
@@ -151,7 +151,7 @@ class NeuralDictionary(nn.Module):
             self.reseed(dead.nonzero()[:, 0])
 
     def reseed(self, dead: Tensor) -> None:
-        """Puts the largest residuals of some samples in the places `dead` of the atoms; Adam forgets these positions."""
+        """Replaces the atoms with indices `dead` by the largest residuals of some samples, and resets their Adam moments."""
         if not len(dead):
             return
         some = torch.randperm(len(self.samples), generator=self.draw("reseed"))[: max(RESEED_VECTORS, len(dead))]
@@ -162,11 +162,11 @@ class NeuralDictionary(nn.Module):
         self.first_moment[dead], self.second_moment[dead] = 0, 0
 
     def residual(self, x: Tensor) -> Tensor:
-        """x - x^ for `x [V, d]`."""
+        """Return x - x^ for `x [V, d]`, x^ being its sparse approximation."""
         return x - desparsify(*matching_pursuit(x, self.atoms, self.task.sparsity), self.atoms)
 
     def validation_loss(self) -> Tensor:
-        """Mean of |x - x^|^2 / |x|^2 over the held-out vectors that are not 0: a float64 scalar."""
+        """Return the mean of |x - x^|^2 / |x|^2 over the held-out vectors that are not 0: a float64 scalar."""
         lengths = self.heldout.double().square().sum(1)
         errors = self.residual(self.heldout).double().square().sum(1)
         return torch.where(lengths > 0, errors / lengths, 0).sum() / (lengths > 0).sum().clamp(min=1)

@@ -1,13 +1,13 @@
-"""What a dictionary is trained to lower (CSR, arXiv:2412.11741, eq. 8, 10, 11), with gradients written out.
+"""The training loss of a dictionary (CSR, arXiv:2412.11741, eq. 8, 10, 11), with explicit gradients.
 
     L_MSE = mean over the batch of |x - sum_j c_j d_j|^2         dL/dd_i = -2/B sum of c (x - x^) over the pairs (i, c)
     L_div = |I - W W^T|_F^2 / N^2                                dL/dW   = 4 (W W^T W - W) / N^2
 
-The pairs of a vector (its atoms and their coefficients, found by matching pursuit) are constants: which atom is the
-strongest has no useful derivative. W holds atoms as rows `[N, d]`; its N x N matrix of products is never formed, since
-|I - W W^T|_F^2 = |W^T W|_F^2 - 2 |W|_F^2 + N and (W W^T) W = W (W^T W) need only `[d, d]`.
+B is the number of vectors x in the batch. The pairs (i, c) of a vector, its atoms and their coefficients found by matching pursuit,
+are treated as constants, because the choice of atoms has no useful derivative. W `[N, d]` holds the N atoms d_i as rows; W W^T
+`[N, N]` is never formed, since |I - W W^T|_F^2 = |W^T W|_F^2 - 2 |W|_F^2 + N and (W W^T) W = W (W^T W) need only `[d, d]`.
 
-Eq. 8 prints a sum over the samples; a mean is meant, since with a sum the weight of eq. 11 would always be 1.
+Eq. 8 prints a sum over the samples, but a mean must be meant: with a sum the weight of eq. 11 would always be 1.
 """
 
 from typing import Any
@@ -18,11 +18,11 @@ from torch import Tensor
 from calib.kernels.matching_pursuit.reference import desparsify
 from calib.kernels.neural_dict.operation import scattered
 
-SHARE, LIMIT = 0.1, 1.0  # of eq. 11
+SHARE, LIMIT = 0.1, 1.0  # constants of eq. 11
 
 
 class _Reconstruction(torch.autograd.Function):
-    """L_MSE of a batch, with a gradient for the atoms alone."""
+    """L_MSE of a batch, with a gradient only for the atoms."""
 
     @staticmethod
     def forward(ctx: Any, atoms: Tensor, x: Tensor, index: Tensor, coefficient: Tensor) -> Tensor:
@@ -54,19 +54,19 @@ class _Diversity(torch.autograd.Function):
 
 
 def reconstruction(atoms: Tensor, x: Tensor, index: Tensor, coefficient: Tensor) -> Tensor:
-    """L_MSE of `x [B, d]` as pairs `[B, s]` of `atoms [N, d]`: a scalar, differentiable by the atoms (eq. 8)."""
+    """Return L_MSE (eq. 8) of `x [B, d]` approximated by pairs `[B, s]` of `atoms [N, d]`: a scalar, differentiable by the atoms."""
     return _Reconstruction.apply(atoms, x, index, coefficient)
 
 
 def diversity(atoms: Tensor) -> Tensor:
-    """L_div of `atoms [N, d]` of any length: a scalar, differentiable (eq. 10)."""
+    """Return L_div (eq. 10) of `atoms [N, d]`, not necessarily of unit length: a differentiable scalar."""
     return _Diversity.apply(atoms)
 
 
 def diversity_weight(mse: Tensor, penalty: Tensor) -> Tensor:
-    """beta from the losses of the batch before: min(0.1 L_MSE / L_div, 1), no gradient (eq. 11).
+    """Return beta = min(0.1 L_MSE / L_div, 1) without gradient (eq. 11), from the losses of the batch before.
 
-    Where L_div is 0 there is nothing to weigh, and the limit stands.
+    If L_div is 0, beta is 1.
     """
     mse, penalty = mse.detach(), penalty.detach()
     return torch.where(penalty > 0, SHARE * mse / penalty, LIMIT).clamp(max=LIMIT)

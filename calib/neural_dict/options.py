@@ -33,9 +33,9 @@ class DictionaryOptions:
         values_sparsity: pairs of each chunk of a value while its dictionary is trained.
         key_chunks: chunks that a key is cut into; divides head_dim.
         value_chunks: chunks that a value is cut into; divides head_dim.
-        samples: vectors of a layer and stream that dictionaries are trained on and layers compared by; all layers have
-            the same number, on which their divergence depends.
-        heldout_samples: vectors of a layer and stream that dictionaries are validated on.
+        samples: vectors of a layer and stream on which dictionaries are trained and layers compared; all layers have the
+            same number, as the divergence of layers depends on it.
+        heldout_samples: vectors of a layer and stream on which dictionaries are validated.
         groups: which layers share a dictionary: `measured` by their divergence, `layers` (none do), or `paper-32`, the
             groups that the paper prints for its models of 32 layers.
         delta1: largest divergence of two layers of a measured group, in nats.
@@ -43,8 +43,8 @@ class DictionaryOptions:
         batch_size: vectors of a training step.
         epochs: passes over a group's samples, at most.
         learning_rate: of Adam, at the beginning; it follows half a cosine to 0.
-        diversity: adds the penalty of atoms that are alike (eq. 10 and 11).
-        reseed: atoms that no vector of an epoch chose are drawn anew from the worst reconstructed samples.
+        diversity: add the penalty for atoms that resemble each other (eq. 10 and 11).
+        reseed: replace atoms that no vector of an epoch used by residuals of the worst reconstructed samples.
         patience: epochs without a better validation loss after which a group stops.
     """
 
@@ -66,7 +66,7 @@ class DictionaryOptions:
     patience: int = 5
 
     def __post_init__(self) -> None:
-        """Refuses what no dictionary can be trained with."""
+        """Raises UsageError for values out of range."""
         for name, least in LEAST.items():
             if getattr(self, name) < least:
                 raise UsageError(f"model.dictionary.{name}={getattr(self, name)}: must be at least {least}")

@@ -1,9 +1,9 @@
-"""Training the dictionaries of a fit: one Trainer, one checkpoint, any number of processes.
+"""Trains the dictionaries of a fit, with one Trainer and one checkpoint, in any number of processes.
 
     runs/NAME/dictionaries.ckpt
 
-The checkpoint is written when an epoch ends and holds everything that the next one depends on, so a run that is killed
-and resumed gives the bytes of an uninterrupted one. A signal ends the training between two parts of an epoch.
+The checkpoint is written at the end of each epoch and holds everything that the next epoch depends on, so a run that is killed
+and resumed gives the same bytes as an uninterrupted one. On a signal the training ends between two parts of an epoch.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -33,10 +33,10 @@ class Fitted:
 
     Attributes:
         atoms: float32 `[N, d]` on the CPU, rows of length 1: those of the epoch with the least `loss`, or the centroids.
-        initial_loss: mean of |x - x^|^2 / |x|^2 over the held-out vectors, with the centroids of k-means.
-        loss: the same with `atoms`.
-        epochs: that were run.
-        dead: atoms that no vector chose in the last epoch.
+        initial_loss: mean of |x - x^|^2 / |x|^2 over the held-out vectors, with the centroids of k-means as atoms.
+        loss: the same mean with `atoms`.
+        epochs: number of epochs that were run.
+        dead: number of atoms that no vector used in the last epoch.
     """
 
     atoms: Tensor
@@ -58,13 +58,13 @@ def train(
     """Trains a dictionary for every task; returns them by name, in every process.
 
     Args:
-        tasks: in an order that all processes share; each is trained by one of them.
+        tasks: in the same order in all processes; each is trained by one process.
         options: of the training.
         seed: another seed gives other dictionaries; a dictionary does not depend on the other tasks.
-        make_trainer: a Trainer for the stage of that name, with the given callbacks; it reads its data once.
+        make_trainer: returns a Trainer for the stage of that name, with the given callbacks, which reads its data once.
         path: of the checkpoint.
-        plan: what the dictionaries depend on: plain numbers and texts.
-        resume: go on from the checkpoint where there is one; otherwise it is removed.
+        plan: all settings that the dictionaries depend on: plain numbers and texts.
+        resume: continue from the checkpoint if there is one; otherwise it is removed.
 
     Raises:
         UsageError: fewer samples than atoms, no held-out vector, more pairs than channels, a checkpoint of other settings, or a
@@ -88,7 +88,7 @@ def train(
 
 
 def check(task: Task) -> None:
-    """UsageError where a dictionary cannot be trained."""
+    """Raises UsageError if there are too few samples, no held-out vectors, or more pairs than channels."""
     (vectors, width), name = task.samples.shape, f"dictionary {task.name}"
     if task.atoms > vectors:
         raise UsageError(
@@ -103,12 +103,12 @@ def check(task: Task) -> None:
 
 @rank_zero_only
 def remove(path: Path) -> None:
-    """Removes the checkpoint of an earlier run: it may not be taken for this one's later on."""
+    """Removes the checkpoint of an earlier run, so that resuming this run cannot load it."""
     path.unlink(missing_ok=True)
 
 
 def result(dictionary: NeuralDictionary) -> Fitted:
-    """What the training of one group gave."""
+    """Return the result of one group's training."""
     initial, best = dictionary.losses.tolist()
     figures = dict(zip(FIGURES, dictionary.figures.tolist(), strict=True))
     return Fitted(dictionary.best.cpu().clone(), initial, best, int(dictionary.epochs[0]), int(figures["dead"]))

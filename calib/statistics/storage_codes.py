@@ -1,6 +1,6 @@
 """Codes of stored chunks for the profile "storage": one basis for all heads of a layer, each layer predicted from the one before.
 
-Tensors, `keys.storage` and `values.storage` (`calib/runtime/artifact/transform_tensors.py`), with L layers, W = kv_heads * head_dim:
+Tensors `keys.storage` and `values.storage` (`calib/runtime/artifact/transform_tensors.py`), with L layers, W = kv_heads * head_dim:
 `.mean [L, 1, W]`, `.basis [L, 1, W, W]`, `.steps [L, 1, W, 8]`, `.errors [L, 1, W, 9]`, `.matrix [L, 2 W or 3 W, W]`.
 
 A layer is predicted from the decoded keys and values of the layer before, which depend on all layers before it. So codes are fitted

@@ -8,16 +8,16 @@ For each layer, KV head and stream of vectors x (keys, values, keys before RoPE)
     T  = U^T R                    U the eigenvectors of R C R, largest eigenvalue first
     y  = T (x - mean)             sum_j (y_j - y^_j)^2 = (x - x^)^T W (x - x^), because T^T T = W
 
-Values have a second basis, for their rest r = v - M k that keys k before RoPE do not predict (`calib/runtime/stages/prediction.py`).
+Values have a second basis, for the rest r = v - M k that keys k before RoPE do not predict (`calib/runtime/stages/prediction.py`).
 With K and V the covariances of keys before RoPE and values, X = E[v k^T], and N the covariance of the keys' coding error, whose
 variance is at most `theta` in each component:
 
     M   = X (K + N)^-1
     C_r = V - M X^T - X M^T + M (K + N) M^T
 
-In this basis tokens are divided by their own size s before coding (`calib/runtime/stages/codec/sized.py`), so errors are proportional
-to s and F is E[s^2 g g^T]. A token with much attention often has a small value and a large g; without s it would count almost
-nothing in C_r and much in F.
+In this basis tokens are divided by their own size s before coding (`calib/runtime/stages/codec/sized.py`), so errors are
+proportional to s and F is E[s^2 g g^T]. A token with much attention often has a small value and a large g; without s it would
+count almost nothing in C_r and much in F.
 
 F measures which errors matter on the corpus, P which errors matter for any query. Half of each also suits other text; a basis of F
 alone drops directions that the corpus did not need.
