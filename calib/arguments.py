@@ -1,4 +1,4 @@
-"""argparse for the small commands, with errors as our one line and exit status 2."""
+"""argparse for commands without Lightning: errors become a `UsageError`, one line and exit status 2."""
 
 import argparse
 from collections.abc import Mapping
@@ -8,21 +8,21 @@ from calib.errors import UsageError
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser that raises `UsageError` instead of printing usage and leaving."""
+    """An ArgumentParser that raises `UsageError` instead of printing its usage and exiting."""
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message}; try `{self.prog} --help`")
 
 
 def listing(usage: str, heading: str, entries: Mapping[str, str], hint: str) -> str:
-    """The help text of a command that only hands on to one of `entries`, each with what it does."""
+    """Return the help text of a command that dispatches to one of `entries` (name: description)."""
     width = max(map(len, entries))
     lines = [f"  {name:<{width}}  {text}" for name, text in entries.items()]
     return "\n".join([f"usage: {usage}", "", f"{heading}:", *lines, "", hint])
 
 
 def add_plan(parser: argparse.ArgumentParser) -> None:
-    """Adds `--plan` and where it is written to."""
+    """Adds the flags `--plan` and `--plan_json`."""
     parser.add_argument(
         "--plan", action="store_true", help="tell what the run takes, without loading a weight; run nothing"
     )
@@ -30,7 +30,7 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
 
 
 def check_plan(asked: argparse.Namespace, *others: str) -> None:
-    """Raises UsageError for `--plan_json` alone, and for `others`, flags that have nothing to do with a plan."""
+    """Raises UsageError for `--plan_json` without `--plan`, and for `--plan` with any of the flags `others`."""
     if asked.plan_json is not None and not asked.plan:
         raise UsageError(f"'--plan_json' got {asked.plan_json} and there is no '--plan' to write down")
     for flag in others:

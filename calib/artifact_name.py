@@ -1,4 +1,4 @@
-"""What a command is given as its artifact: a file, a folder that holds one, or a name on the Hugging Face hub."""
+"""Resolves a command's artifact argument: a file, a folder that holds one, or a name on the Hugging Face hub."""
 
 import os
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def refused_as_usage() -> Iterator[None]:
-    """Inside, an artifact that is refused is a file that the user named: a UsageError."""
+    """Context that turns `ArtifactError` into `UsageError`, for a file that the user named."""
     from calib.runtime.artifact.artifact import ArtifactError
 
     try:
@@ -24,7 +24,7 @@ def refused_as_usage() -> Iterator[None]:
 
 
 def load_artifact(path: Path) -> "Artifact":
-    """The artifact in a file that the user named; UsageError where it is refused."""
+    """Return the artifact in a file; raises UsageError if it is refused."""
     from calib.runtime.artifact.artifact import Artifact
 
     with refused_as_usage():
@@ -32,10 +32,9 @@ def load_artifact(path: Path) -> "Artifact":
 
 
 def artifact_file(name: str) -> Path:
-    """The file on this machine: the only one of a folder, downloaded where `name` is `owner/name` of the hub and nothing is called
-    so here.
+    """Return the local path of an artifact: a file, the artifact in a folder, or a download if `name` is only a hub name.
 
-    Raises UsageError for what can be neither, and `ArtifactError` for what the hub does not give.
+    Raises UsageError for any other name, and `ArtifactError` if the hub does not give the file.
     """
     if os.path.isfile(name):
         return Path(name)

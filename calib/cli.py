@@ -1,9 +1,9 @@
-"""`calib COMMAND ...`: a standard-library dispatcher, so that `calib --help` answers before torch could be imported.
+"""The dispatcher of `calib COMMAND ...`, from the standard library alone, so that `calib --help` need not import torch.
 
-A command is one module in `calib/commands/` with `run(argv) -> int`; it is imported only when it is asked for. Every
-failure ends here: one line on stderr, exit status 2 for usage and 1 for run time; a file
-that the user named and that is refused is usage. `--debug` shows the traceback.
-SIGTERM and SIGINT end a command with one line that says how to go on, and with status 143 or 130.
+A command is one module in `calib/commands/` with `run(argv) -> int`, imported only when it runs. Every failure is reported
+here: one line on stderr, with exit status 2 for usage errors (among them a file that the user named and that is refused) and 1
+for run-time errors. `--debug` shows the traceback.
+SIGTERM and SIGINT end a command with one line that names the command to resume with, and with status 143 or 130.
 """
 
 import difflib
@@ -32,9 +32,9 @@ COMMANDS = {
     "export": "write what other programs read: ONNX graphs, a checkpoint with fp8 scales for vLLM",
     "convert": "turn a checkpoint of another kind into one that transformers has code for",
 }
-LONGEST = 4000  # characters of a command that a message repeats
-LINE = 1000  # characters of an error
-STDOUT = 1  # its file descriptor
+LONGEST = 4000  # most characters of a command that a message repeats
+LINE = 1000  # most characters of an error message
+STDOUT = 1  # file descriptor
 
 
 def usage() -> str:
@@ -43,7 +43,7 @@ def usage() -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs one command; returns the exit status."""
+    """Runs one command, of `argv` or of the process; returns the exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     # Before torch starts its threads: with another process on the same cores, threads that spin while they wait make a
     # small model's forward pass ten times slower. An idle machine shows no difference.
@@ -53,14 +53,14 @@ def main(argv: list[str] | None = None) -> int:
     try:
         status = answer(arguments, debug)
         sys.stdout.flush()
-    except BrokenPipeError:  # `calib methods | head`: the reader has what it wanted
-        os.dup2(os.open(os.devnull, os.O_WRONLY), STDOUT)  # what is still buffered goes nowhere at exit
+    except BrokenPipeError:  # the reader has closed the pipe, as in `calib methods | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), STDOUT)  # output still buffered is discarded at exit
         return 128 + signal.SIGPIPE
     return status
 
 
 def answer(arguments: Sequence[str], debug: bool) -> int:
-    """What was asked for: help, the version, or a command."""
+    """Prints help or the version, or runs a command; returns the exit status."""
     if not arguments or arguments[0] in ("-h", "--help"):
         print(usage())
         return 0 if arguments else 2
@@ -79,7 +79,7 @@ def answer(arguments: Sequence[str], debug: bool) -> int:
 
 
 def command(name: str) -> Callable[[list[str]], int]:
-    """The function of a command, imported now; raises UsageError for a name that is none."""
+    """Imports a command and returns its function; raises UsageError for an unknown name."""
     if name not in COMMANDS:
         close = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f"did you mean '{close[0]}'?" if close else f"one of {', '.join(COMMANDS)}"
@@ -89,14 +89,21 @@ def command(name: str) -> Callable[[list[str]], int]:
 
 
 def run(called: Sequence[str], words: list[str], load: Callable[[], Callable[[list[str]], int]], debug: bool) -> int:
-    """Loads what was `called` and runs it with `words`; whatever goes wrong is one line and a status."""
+    """Loads a command, runs it with `words` and returns its exit status; every failure is printed as one line.
+
+    Args:
+        called: the words that name the command, for messages.
+        words: the command's arguments.
+        load: imports and returns the command's function.
+        debug: raise errors instead of printing them.
+    """
     try:
         status = load()(words)
-        if pending():  # and somebody has swallowed it
+        if pending():  # a signal came, and its exception was caught on the way
             leave()
         return status
     except BaseException as error:
-        # Whatever a signal has led to, a half-imported module or a library's own exit, it is the signal that ends us.
+        # After a signal any error (a half-imported module, a library's own exit) counts as an interruption.
         if number := pending() or (error.number if isinstance(error, Interrupted) else None):
             return interrupted(number, called, words)
         if isinstance(error, KeyboardInterrupt):
@@ -108,21 +115,21 @@ def run(called: Sequence[str], words: list[str], load: Callable[[], Callable[[li
 
 
 def reader_gone() -> bool:
-    """Whether the broken pipe is our own output, and not a library's connection."""
+    """Return whether the broken pipe is standard output, and not a library's connection."""
     poll = select.poll()
     poll.register(STDOUT, 0)
     return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def interrupted(number: int, called: Sequence[str], words: Sequence[str]) -> int:
-    """Tells that the command was ended by a signal and how to go on; returns the exit status."""
+    """Prints, in the first process, that a signal ended the command and how to resume; returns the exit status."""
     if first_process():
         print(f"calib: interrupted by {name_of(number)}; {going_on(called, words)}", file=sys.stderr)
     return 128 + number
 
 
 def going_on(called: Sequence[str], words: Sequence[str]) -> str:
-    """The command that goes on where this one was ended; one that keeps nothing starts again."""
+    """Return the hint that names the command to resume with, or to start again with if nothing was kept."""
     more = [] if " ".join(resuming() or ()) in " ".join(words).replace("=", " ") else [*(resuming() or ())]
     again = shlex.join([*called, *(word for word in words if word != "--fresh"), *more])
     if len(again) > LONGEST or not again.isprintable():
@@ -131,14 +138,14 @@ def going_on(called: Sequence[str], words: Sequence[str]) -> str:
 
 
 def one_line(error: Exception) -> str:
-    """The message alone for our own errors; the type as well for those nobody foresaw."""
+    """Return the message of an expected error (calib's own, ValueError, OSError); for others also its type."""
     text = bounded(" ".join(str(error).split()))
     ours = type(error).__module__.startswith("calib.") or isinstance(error, (ValueError, OSError))
     return text if ours and text else f"{type(error).__name__}: {text} (--debug shows the traceback)"
 
 
 def bounded(text: str) -> str:
-    """At most LINE characters and none that a terminal obeys: a message may quote what a hostile file holds."""
+    """Return `text` with at most LINE characters, all printable: a message may quote a hostile file's control characters."""
     if len(text) <= LINE and text.isprintable():
         return text
     from calib.runtime.messages.printable import shortened  # imports torch

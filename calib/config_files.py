@@ -1,4 +1,4 @@
-"""Configuration files: found here or among those of the package, and checked before the parser sees them."""
+"""Finds configuration files, in the working folder or in the package, and checks their keys before they are parsed."""
 
 import argparse
 from collections.abc import Iterator, Sequence
@@ -13,13 +13,16 @@ from calib.yaml_input import read_yaml_file
 
 
 def known_keys(parser: argparse.ArgumentParser) -> list[str]:
-    """Every dotted key that a configuration may hold; jsonargparse's own `KEY.help` options are none."""
+    """Return every dotted key that a configuration may hold, without jsonargparse's own `KEY.help` options."""
     names = {action.dest for action in parser._actions if not action.dest.endswith(".help")}
     return sorted(names - {"help", "print_config"})
 
 
 def with_config_paths(words: Sequence[str], keys: Sequence[str]) -> Iterator[str]:
-    """Yields `words` with every configuration file found, read once and checked against `keys`."""
+    """Yields `words` with the names after `--config` and `-c` replaced by paths of files whose keys are among `keys`.
+
+    Raises UsageError as `find_config` and `read_config` do.
+    """
     is_value = False
     for word in words:
         option, equals, value = word.partition("=")
@@ -33,10 +36,11 @@ def with_config_paths(words: Sequence[str], keys: Sequence[str]) -> Iterator[str
 
 
 def find_config(name: str, kind: str = "") -> Path:
-    """The file `name`, or else the packaged configuration of that name.
+    """Return the path of the file `name`, or else of the packaged configuration of that name.
 
-    `llama2.yaml` and `configs/llama2.yaml` both mean the packaged one where the folder has none; `methods/kivi.yaml`
-    keeps its sub-folder. `kind` is the sub-folder of what the caller reads, whose names a UsageError lists; fits have none.
+    `llama2.yaml` and `configs/llama2.yaml` both find the packaged file if neither exists locally; `methods/kivi.yaml` is
+    found in its sub-folder. Raises UsageError if there is none; the message lists the packaged files in the sub-folder
+    `kind` (of fits, the top folder).
     """
     if Path(name).exists():
         return Path(name)
@@ -51,13 +55,13 @@ def find_config(name: str, kind: str = "") -> Path:
 
 
 def check_config(path: Path, keys: Sequence[str]) -> Path:
-    """`path`, after reading it: refuses what `read_config` refuses."""
+    """Return `path` after checking the file as `read_config` does."""
     read_config(path, keys)
     return path
 
 
 def read_config(path: Path, keys: Sequence[str]) -> dict[str, Any]:
-    """The content of a configuration file; refuses what is not a YAML mapping of known keys."""
+    """Return the content of a configuration file; raises UsageError unless it is a YAML mapping of known keys."""
     content = read_yaml_file(path)
     if not isinstance(content, dict):
         found = "is empty" if content is None else f"holds a {type(content).__name__}"
@@ -67,9 +71,9 @@ def read_config(path: Path, keys: Sequence[str]) -> dict[str, Any]:
 
 
 def check_mapping(content: dict[Any, Any], prefix: str, keys: Sequence[str], path: Path) -> None:
-    """Walks a configuration down to the known keys; values are left to the parser, which knows their types.
+    """Raises UsageError for unknown keys, and for groups that are not mappings; values are checked later by the parser.
 
-    A group may also be a file's name, and an option inside a group a list of groups.
+    A group may also be the name of a file, and below the top level a list of groups.
     """
     for name, value in content.items():
         key = f"{prefix}{name}"

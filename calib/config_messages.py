@@ -1,4 +1,4 @@
-"""One line for a person out of what a parser of configurations has to say."""
+"""Turns the error messages of jsonargparse into one readable line."""
 
 import difflib
 import re
@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 from calib.runtime.messages.printable import LENGTH, printable, shortened
 
-LINE = 600  # characters of what a parser says
-# A class that was named but could not be built, within a message about all types that the option takes: its name, and why.
+LINE = 600  # most characters of a parser's message
+# In a message about all types that an option accepts: the name of a class that could not be built, and the reason.
 CLASS = re.compile(r"Problem with given class_path '(?:[\w.]*\.)?(\w+)':\s*(.+?)\n\s*(?:- |Given )", re.DOTALL)
 
 
 def unknown(key: str, keys: Sequence[str]) -> str:
-    """The line for an unknown key: names the nearest known one, or the options beside it."""
+    """Return the message for an unknown key, with the most similar known key, or the keys of its group."""
     key = shortened(key, LENGTH)
     close = difflib.get_close_matches(key, keys, n=1, cutoff=0.7)
     if close:
@@ -24,7 +24,7 @@ def unknown(key: str, keys: Sequence[str]) -> str:
 
 
 def explain(message: str, keys: Sequence[str]) -> str:
-    """One of jsonargparse's messages, several lines long and in terms of its classes, as one line for a person."""
+    """Return one readable line for a message of jsonargparse, which may have several lines and name its classes."""
     if found := re.match(r"unrecognized arguments: (\S+)", message):
         word = found[1].partition("=")[0]
         return unknown(word.lstrip("-"), keys) if word.startswith("-") else f"unexpected argument '{word}'"
@@ -47,6 +47,6 @@ def explain(message: str, keys: Sequence[str]) -> str:
 
 
 def plain_types(text: str) -> str:
-    """`<class 'int'>` as `int`, `<class 'NoneType'>` as `null`."""
+    """Return `text` with types in plain words: `<class 'int'>` as `int`, `<class 'NoneType'>` as `null`."""
     text = re.sub(r"<class '(?:[\w.]*\.)?(\w+)'>", r"\1", text).replace("NoneType", "null")
     return text.replace("typing.Literal", "one of ").replace("collections.abc.", "")

@@ -1,13 +1,13 @@
-"""SIGTERM and SIGINT while a command runs: what can be kept is kept, one line, exit status 143 or 130.
+"""Handling of SIGTERM and SIGINT: a command saves its progress if it can, prints one line, and exits with status 143 or 130.
 
-A signal raises `Interrupted` where the command is, as Python's own SIGINT raises KeyboardInterrupt. Inside `held()`, around
-the batches of a stage, it waits for the end of the batch, `GRACE` seconds at most: whoever asks `pending()` there saves and
-leaves. A scheduler that kills 30 seconds after SIGTERM (Slurm, Kubernetes) finds the process gone.
+A signal raises `Interrupted` in the running code, as Python's own SIGINT handler raises KeyboardInterrupt. Inside `held()`, used
+around the batches of a stage, the exception is delayed until the end of the batch, at most `GRACE` seconds: code there checks
+`pending()`, saves and leaves. So the process ends before a scheduler kills it, 30 seconds after SIGTERM (Slurm, Kubernetes).
 
-A second signal ends the process at once, and so does the timer where a library has swallowed the exception.
+A second signal ends the process at once; so does a timer if a library has caught the exception.
 
-Not an Exception: no `except Exception` takes it for a failed cell or a missing package. Not a KeyboardInterrupt: Lightning's
-Trainer turns that into an exit status of its own.
+`Interrupted` is no Exception, so no `except Exception` takes it for a failed cell or a missing package; and no KeyboardInterrupt,
+which Lightning's Trainer turns into an exit status of its own.
 """
 
 import os
@@ -19,12 +19,12 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any, NoReturn
 
-GRACE = 10.0  # seconds that a batch has to end, and then as many to unwind
-RANKS = ("RANK", "SLURM_PROCID", "LOCAL_RANK")  # where launchers tell a process its number
+GRACE = 10.0  # seconds for a batch to end after a signal, and then as many for the exception to unwind
+RANKS = ("RANK", "SLURM_PROCID", "LOCAL_RANK")  # environment variables in which launchers give a process its number
 
 
 class Interrupted(BaseException):
-    """The process was asked to end.
+    """Raised when SIGTERM or SIGINT asks the process to end.
 
     Attributes:
         number: of the signal.
@@ -37,11 +37,11 @@ class Interrupted(BaseException):
 
 
 class _State:
-    """Of the process: signals reach its main thread alone."""
+    """State of signal handling in this process; Python runs signal handlers only in its main thread."""
 
     received: int | None = None  # the first signal
     raised = False
-    held = saving = 0  # contexts entered
+    held = saving = 0  # number of contexts of each kind that are active
     resuming: tuple[str, ...] | None = None
 
 
@@ -49,20 +49,20 @@ _state = _State()
 
 
 def name_of(number: int) -> str:
-    """Such as SIGTERM."""
+    """Return a signal's name, such as SIGTERM."""
     return signal.Signals(number).name
 
 
 def first_process() -> bool:
-    """Whether this is the process that tells the user, of several that a launcher has started."""
+    """Return whether this process is the one of a launcher's processes that prints messages (rank 0)."""
     return next((os.environ[name] for name in RANKS if name in os.environ), "0") == "0"
 
 
 @contextmanager
 def listening() -> Iterator[None]:
-    """Inside, SIGTERM and SIGINT raise `Interrupted`. What was ignored before (`nohup`, a shell's background) stays ignored.
+    """Context in which SIGTERM and SIGINT raise `Interrupted`; signals ignored before (`nohup`, background jobs) stay ignored.
 
-    Nothing changes outside the main thread, inside another `listening`, and where there are no interval timers.
+    It does nothing outside the main thread, inside another `listening`, or on systems without interval timers.
     """
     global _state
     main = threading.current_thread() is threading.main_thread()
@@ -86,7 +86,7 @@ def listening() -> Iterator[None]:
 
 
 def take_back() -> None:
-    """Takes both signals, also from a library that has put a handler of its own before ours."""
+    """Installs the handlers of both signals again, if a library has replaced them."""
     if _ours():
         for number in (signal.SIGTERM, signal.SIGINT):
             if signal.getsignal(number) is not signal.SIG_IGN:
@@ -94,27 +94,27 @@ def take_back() -> None:
 
 
 def goes_on_with(*words: str) -> None:
-    """From here on the same command with `words` added goes on where this one is ended."""
+    """Declares that from now on this command, if interrupted, can be resumed by adding `words` to its arguments."""
     _state.resuming = words
 
 
 def resuming() -> tuple[str, ...] | None:
-    """The words to add; None where nothing is kept."""
+    """Return the arguments with which the command can be resumed; None if nothing is kept."""
     return _state.resuming
 
 
 def pending() -> int | None:
-    """The signal that has come; None where none has."""
+    """Return the signal that was received; None if none was."""
     return _state.received
 
 
 def agreed(number: int = signal.SIGTERM) -> None:
-    """Another process of this run has got a signal: this one ends as well, with `number` where none has come to it."""
+    """Records a signal that another process of this run received, so that this one ends too."""
     _state.received = _state.received or number
 
 
 def leave() -> NoReturn:
-    """Raises `Interrupted` for the signal that has come."""
+    """Raises `Interrupted` for the received signal."""
     assert _state.received is not None
     _state.raised = True
     _arm()
@@ -123,9 +123,9 @@ def leave() -> NoReturn:
 
 @contextmanager
 def held() -> Iterator[None]:
-    """Inside, a signal waits for whoever asks `pending()`; it is raised when the context ends at the latest.
+    """Context in which a signal is only recorded, for code that checks `pending()`; it is raised at the latest at the end.
 
-    Whatever the context raises after a signal, a library's own exit among it, becomes `Interrupted`.
+    After a signal any exception that leaves the context, a library's SystemExit too, becomes `Interrupted`.
     """
     _state.held += 1
     try:
@@ -142,7 +142,7 @@ def held() -> Iterator[None]:
 
 @contextmanager
 def saving() -> Iterator[None]:
-    """Inside, a first signal waits for as long as it takes: what is being written is worth more than the time."""
+    """Context in which a first signal is only recorded, without a time limit, so that a file can be written completely."""
     _state.saving += 1
     try:
         yield
@@ -151,7 +151,7 @@ def saving() -> Iterator[None]:
 
 
 def _ours() -> bool:
-    """Whether a `listening` is around."""
+    """Return whether a `listening` context is active."""
     return signal.getsignal(getattr(signal, "SIGALRM", signal.SIGTERM)) is _time_is_up
 
 
@@ -177,7 +177,7 @@ def _time_is_up(number: int, frame: FrameType | None) -> None:
 
 
 def _once_more(before: Callable[[Any], Any]) -> Callable[[Any], None]:
-    """A hook for the exceptions that Python drops, in destructors and callbacks: `Interrupted` is raised once more."""
+    """Return an unraisable hook that raises `Interrupted` again if Python dropped it in a destructor or callback."""
 
     def hook(dropped: Any) -> None:
         if not issubclass(dropped.exc_type, Interrupted):
@@ -195,7 +195,7 @@ def _arm(seconds: float | None = None) -> None:
 
 
 def _end(line: str, number: int) -> NoReturn:
-    """One line and nothing else, not even what waits to be written: a `print` may be what was interrupted."""
+    """Writes one line and exits without flushing buffers, because the interrupted code may be inside `print`."""
     if first_process():
         os.write(2, f"calib: {line}\n".encode())
     os._exit(128 + number)

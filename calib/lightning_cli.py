@@ -1,9 +1,9 @@
-"""The command line of `calib fit`, and of the embedded model's training: LightningCLI, with every mistake told in one line.
+"""The command line of `calib fit`, and of the embedded model's training: LightningCLI with every error as one line.
 
 YAML files, dotted overrides (`--model.bits '[2,4]'`), several `--config` merged from left to right, `--print_config`,
-`--ckpt_path last` and every `--trainer.*` option come from LightningCLI. Added here: configs that ship with the package
-are found by name from any folder, an unknown key is answered with the nearest known one, and abbreviated options are
-refused, since `--model.bit 2` silently meaning `--model.bits 2` hides a typing error.
+`--ckpt_path last` and every `--trainer.*` option come from LightningCLI. Added here: packaged configurations are found by name
+from any folder, the error for an unknown key names the most similar known one, and abbreviated options are refused, since
+`--model.bit 2` silently meaning `--model.bits 2` hides a typing error.
 """
 
 import argparse
@@ -35,7 +35,7 @@ def _value_of(dumper: SafeDumper, one: Enum) -> Node:
 
 
 class CalibCLI(LightningCLI):
-    """Parses `argv` and builds `self.model`, `self.datamodule` and `self.trainer`; running them is the command's work.
+    """Parses `argv` and builds `self.model`, `self.datamodule` and `self.trainer`; the command runs them.
 
     Args:
         command: the word after `calib`, for the help text; or a whole program, `python -m NAME`.
@@ -81,7 +81,7 @@ class CalibCLI(LightningCLI):
         )
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Adds what LightningCLI gives only to its own subcommands."""
+        """Adds `--ckpt_path`, which LightningCLI gives only to its own subcommands."""
         parser.add_argument(
             "--ckpt_path",
             type=str | None,
@@ -90,7 +90,7 @@ class CalibCLI(LightningCLI):
         )
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
-        """Parses into `self.config`; every parser error leaves as one-line UsageError."""
+        """Parses into `self.config`; raises UsageError, with one line, for every parser error."""
         words = [str(word) for word in args or ()]
         keys = known_keys(parser)
         words = list(with_config_paths(words, keys))
@@ -109,7 +109,7 @@ class CalibCLI(LightningCLI):
             raise UsageError(f"cannot read the configuration: {' '.join(str(error).split())}") from error
 
     def instantiate_classes(self) -> None:
-        """Builds what was parsed; a class that was named and cannot be built, as without its package, is a usage error."""
+        """Builds the parsed classes; raises UsageError for a named class that cannot be built, for lack of a package say."""
         try:
             super().instantiate_classes()
         except ValueError as error:
@@ -131,13 +131,16 @@ class CalibCLI(LightningCLI):
             trainer = super().instantiate_trainer(**kwargs)
         except (MisconfigurationException, ValueError, TypeError) as error:
             raise UsageError(f"trainer: {' '.join(str(error).split())}") from error
-        if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:  # and not one that `--trainer.plugins` names
+        if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:  # the default, not one from `--trainer.plugins`
             trainer.strategy.checkpoint_io = AtomicCheckpointIO()
         return trainer
 
 
 def counted(load: Callable[[str], Any]) -> Callable[[str], Any]:
-    """The parser's own loader, after what it is given has been counted: it reads files that are named within others too."""
+    """Return the parser's YAML loader `load` with the size check of `check_yaml` first.
+
+    The parser uses it for every text, files that other files name included.
+    """
     if hasattr(load, "counted"):
         return load
 
@@ -150,7 +153,7 @@ def counted(load: Callable[[str], Any]) -> Callable[[str], Any]:
 
 
 def quiet_lightning() -> None:
-    """Keeps warnings that say something about the run; drops advertisements and the notes on hardware and workers."""
+    """Silences Lightning's tips and its notes on hardware and workers; other warnings stay."""
     for name in ("lightning.pytorch", "lightning.fabric", "lightning.fabric.utilities.seed"):
         logging.getLogger(name).setLevel(logging.WARNING)
     for text in (

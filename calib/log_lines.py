@@ -1,6 +1,6 @@
-"""What library code reports while it works: the logger "calib", whose messages a command shows as lines on stderr.
+"""The logger "calib", to which library code reports progress; commands print its messages as lines on stderr.
 
-A script that calls the library decides for itself: without a handler of its own, nothing below a warning is shown.
+A script that uses the library configures logging itself: without a handler, only warnings and errors are shown.
 """
 
 import logging
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 LOG = logging.getLogger("calib")
-CELLS = logging.getLogger("calib.cells")  # a line for each finished cell; on a terminal a bar says it
+CELLS = logging.getLogger("calib.cells")  # a line for each finished cell; not shown on a terminal, where a bar shows it
 
 
 class Lines(logging.Handler):
@@ -22,7 +22,7 @@ class Lines(logging.Handler):
 
 @contextmanager
 def shown() -> Iterator[None]:
-    """Inside, messages from INFO on are lines on stderr, once: a library's handler of the root logger does not repeat them."""
+    """Context in which messages from level INFO are printed to stderr, and not passed on to handlers of the root logger."""
     before, lines = (LOG.level, LOG.propagate), Lines()
     LOG.addHandler(lines)
     LOG.setLevel(logging.INFO)

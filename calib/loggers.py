@@ -1,8 +1,8 @@
-"""Where a run's numbers go: Weights & Biases (offline unless the user is logged in), or CSV files without it.
+"""Loggers of a run: Weights & Biases (offline unless the user is logged in), or CSV files if it is not installed.
 
-Both loggers take three things beside Lightning's metrics: tables (`log_table`) and files (`log_file`, the fitted
-artifact). A logger observes: whatever goes wrong inside it becomes one warning, and the run goes on. Nothing about the
-machine leaves with the metrics: console capture, program arguments, requirements and git state are switched off.
+Beside Lightning's metrics both loggers take tables (`log_table`) and files (`log_file`, the fitted artifact). An error inside
+a logger becomes one warning, and the run goes on. Nothing about the machine is sent with the metrics: console capture, program
+arguments, requirements and git state are switched off.
 """
 
 import csv
@@ -28,7 +28,7 @@ Rows = Sequence[Sequence[float | int | str]]
 
 
 def run_logger(folder: Path, name: str) -> "OfflineFirstWandbLogger | TableCSVLogger":
-    """The logger of one run: W&B where it is installed, has begun and is not switched off (WANDB_MODE=disabled).
+    """Return the logger of one run: W&B if it is installed, starts and is not switched off (WANDB_MODE=disabled), else CSV.
 
     Args:
         folder: the run's folder; everything is written below it.
@@ -44,7 +44,7 @@ def run_logger(folder: Path, name: str) -> "OfflineFirstWandbLogger | TableCSVLo
 
 
 def logged_in() -> bool:
-    """Whether W&B has credentials; asks nobody. Newer releases answer by `login(prompt=False)`, older ones by `api`."""
+    """Return whether W&B has credentials, without a prompt: by `login(prompt=False)`, or `api` in older releases."""
     import wandb
 
     if "prompt" in inspect.signature(wandb.login).parameters:
@@ -53,9 +53,9 @@ def logged_in() -> bool:
 
 
 class Observer:
-    """What cannot end a run: the first thing that goes wrong is one warning, and from there on nothing is logged."""
+    """Mixin for loggers that cannot end a run: their first error becomes one warning, and after it nothing is logged."""
 
-    title: ClassVar[str]  # of the logger, in the warning
+    title: ClassVar[str]  # the logger's name in the warning
     _failed = False
 
     def _try(self, action: Callable[[], Any]) -> None:
@@ -65,13 +65,13 @@ class Observer:
         try:
             action()
         except Exception as error:
-            if not self._failed:  # the run did not begin, which was told
+            if not self._failed:  # a nested `_try`, when the run could not start, has warned already
                 self._failed = True
                 warnings.warn(f"{self.title} stopped logging: {' '.join(str(error).split())}", stacklevel=3)
 
 
 class OfflineFirstWandbLogger(Observer, WandbLogger):
-    """WandbLogger that asks for no key, sends nothing unless the user has logged in, and cannot end a run.
+    """WandbLogger that never prompts for a key, sends nothing unless the user has logged in, and cannot end a run.
 
     Args:
         folder: receives `wandb/offline-run-*`, which `wandb sync` uploads later.
@@ -101,7 +101,7 @@ class OfflineFirstWandbLogger(Observer, WandbLogger):
 
     @property
     def experiment(self) -> Any:
-        """W&B's run; one that takes nothing in where it has not begun: a Trainer asks for it too, and would end with the error."""
+        """W&B's run, or a dummy if it could not start: a Trainer reads this property too, and must not get the error."""
         if self._experiment is None:
             self._try(lambda: super(OfflineFirstWandbLogger, self).experiment)
         return DummyExperiment() if self._experiment is None else self._experiment
@@ -147,7 +147,7 @@ class OfflineFirstWandbLogger(Observer, WandbLogger):
 
     @rank_zero_only
     def close(self) -> None:
-        """Writes what is pending; a later run in this process starts anew.
+        """Writes pending records and ends the run, so that this process can start another.
 
         `finish` alone returns before the last records are in the file: W&B's own process writes them, and ends with
         `teardown`.
@@ -160,13 +160,13 @@ class OfflineFirstWandbLogger(Observer, WandbLogger):
 
 
 class TableCSVLogger(Observer, CSVLogger):
-    """CSVLogger with the two methods of the W&B logger: tables are CSV files, files are copied beside them."""
+    """CSVLogger with `log_table` and `log_file`: tables become CSV files, and files are copied beside them."""
 
     title = "CSV"
 
     @property
     def experiment(self) -> Any:
-        """The writer of metrics; one that takes nothing in where its folder cannot be made."""
+        """The writer of metrics, or a dummy if its folder cannot be made."""
         if self._experiment is None:
             self._try(lambda: super(TableCSVLogger, self).experiment)
         return DummyExperiment() if self._experiment is None else self._experiment
@@ -206,10 +206,10 @@ class TableCSVLogger(Observer, CSVLogger):
 
     @rank_zero_only
     def save(self) -> None:
-        """Writes the metrics that are pending; the Trainer asks for it when a stage ends."""
+        """Writes pending metrics; the Trainer calls it when a stage ends."""
         self._try(super().save)
 
     @rank_zero_only
     def close(self) -> None:
-        """Writes what is pending."""
+        """Writes pending metrics."""
         self.save()

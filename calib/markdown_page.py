@@ -1,4 +1,4 @@
-"""Markdown out of names and messages that come from files: they stay text, whatever they hold."""
+"""Markdown with names and messages that come from files, escaped so that none of them acts as markup."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -9,27 +9,27 @@ MARKUP = re.compile(r"[\\`|<*]|&(?=#?\w+;)|(?<=\])\(")  # code, cells, HTML, emp
 
 
 def plain(text: str) -> str:
-    """`text` in one line that is shown as it is: line breaks and control characters as question marks, markup escaped."""
+    """Return `text` as one line of plain text: line breaks and control characters become question marks, markup is escaped."""
     return MARKUP.sub(lambda found: f"\\{found[0]}", printable(text))
 
 
 def code(text: str) -> str:
-    """`text` as a block of code of one line, in which nothing is markup."""
+    """Return `text` as a code block of one line, in which nothing is markup."""
     return f"    {printable(text)}"
 
 
 def heading(parts: Sequence[str]) -> Iterator[str]:
-    """A table's first two lines."""
+    """Yields the first two lines of a table: its header and the separator."""
     yield line(parts)
     yield "|" + "---|" * len(parts)
 
 
 def line(parts: Sequence[str], bold: bool = False) -> str:
-    """A table's line, its first part `bold` where that is asked."""
+    """Return one line of a table; with `bold`, its first cell is bold."""
     first, *rest = map(plain, parts)
     return f"| {' | '.join([f'**{first}**' if bold else first, *rest])} |"
 
 
 def section(table: Table) -> list[str]:
-    """A table under its title."""
+    """Return the lines of a table under its title."""
     return [f"## {plain(table.title)}", "", *heading(table.header), *(line(row) for row in table.rows), ""]

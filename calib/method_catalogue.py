@@ -1,4 +1,4 @@
-"""What each compression method is and which options it has, read from its source file and not by importing it.
+"""Descriptions and options of the compression methods, parsed from their source files without importing them.
 
 Importing a method imports torch and transformers, which takes seconds; a list of methods should not.
 """
@@ -15,20 +15,20 @@ from pathlib import Path
 
 from calib.errors import UsageError
 
-USES_FIT = ("statistics", "clip", "sparsity")  # options that an artifact serves where there is one
+USES_FIT = ("statistics", "clip", "sparsity")  # a method with one of these options can use an artifact
 PAPER = re.compile(r"arXiv:(\d{4}\.\d{4,5})")
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A method.
+    """One compression method.
 
     Attributes:
         name: as `--method` takes it.
-        story: its class's docstring.
-        options: defaults as Python writes them, by name.
-        paper: its number on arXiv, None where there is no paper.
-        needs_fit: whether it cannot do without an artifact.
+        story: the docstring of its class.
+        options: defaults as Python source, by name.
+        paper: the paper's number on arXiv; None if there is none.
+        needs_fit: whether the method needs an artifact.
     """
 
     name: str
@@ -39,14 +39,14 @@ class Entry:
 
     @property
     def fit(self) -> str:
-        """Whether `calib fit` must have run."""
+        """Whether an artifact of `calib fit` is needed, optional or unused, in words."""
         if self.needs_fit:
             return "needs a fit"
         return "a fit is optional" if set(USES_FIT) & set(self.options) else "no fit"
 
     @property
     def link(self) -> str:
-        """Where the method is described."""
+        """The paper's address, or a page of the documentation; empty if there is neither."""
         if self.paper is not None:
             return f"https://arxiv.org/abs/{self.paper}"
         return "docs/klt.md" if self.name == "klt" else ""
@@ -60,21 +60,24 @@ class Source:
 
     @cached_property
     def classes(self) -> dict[str, ast.ClassDef]:
-        """By name."""
+        """The file's classes by name."""
         return {node.name: node for node in self.tree.body if isinstance(node, ast.ClassDef)}
 
     @cached_property
     def paper(self) -> str | None:
-        """The first one that the file's docstring names."""
+        """The arXiv number of the first paper in the file's docstring; None if it names none."""
         found = PAPER.search(ast.get_docstring(self.tree) or "")
         return found[1] if found else None
 
     def story(self, name: str) -> str:
-        """The docstring of the class `name`."""
+        """Return the docstring of the class `name`."""
         return inspect.cleandoc(ast.get_docstring(self.classes[name]) or "")
 
     def said(self, name: str, attribute: str) -> str | None:
-        """What the class `name` itself assigns to a `ClassVar`: a text as it is, anything else as Python writes it."""
+        """Return the value that the class `name` assigns to an annotated attribute: a string as it is, others as source.
+
+        None if the class itself does not assign it.
+        """
         for part in self.classes[name].body:
             if isinstance(part, ast.AnnAssign) and ast.unparse(part.target) == attribute and part.value is not None:
                 text = isinstance(part.value, ast.Constant) and isinstance(part.value.value, str)
@@ -82,7 +85,7 @@ class Source:
         return None
 
     def options(self, name: str) -> dict[str, str]:
-        """Fields of the dataclass `name` with their defaults, those of its bases in the same file first."""
+        """Return the fields of the dataclass `name` with their defaults, those of its bases in the same file first."""
         found: dict[str, str] = {}
         node = self.classes[name]
         for base in node.bases:
@@ -97,7 +100,7 @@ class Source:
 
 
 def _default(written: ast.expr) -> str:
-    """A default as users write it: the settings of keys and of values as a mapping."""
+    """Return a default as users write it: `PerStream(keys=..., values=...)` as a mapping, others as Python source."""
     if isinstance(written, ast.Call) and ast.unparse(written.func) == "PerStream":
         settings = {str(part.arg): ast.unparse(part.value) for part in written.keywords}
         return f"{{{', '.join(f'{name!r}: {value}' for name, value in settings.items())}}}"
@@ -105,12 +108,12 @@ def _default(written: ast.expr) -> str:
 
 
 def folder() -> Path:
-    """Where the methods are."""
+    """Return the folder of the methods' source files."""
     return Path(str(resources.files("calib"))) / "runtime" / "methods"
 
 
 def catalogue() -> dict[str, Entry]:
-    """Every method by name, in alphabetical order."""
+    """Return every method by name, in alphabetical order."""
     found = {}
     for path in folder().glob("*.py"):
         source = Source(path)
@@ -124,12 +127,12 @@ def catalogue() -> dict[str, Entry]:
 
 
 def corrections() -> str:
-    """The story of what may be kept besides any method's codes."""
+    """Return the docstring of `Corrections`, which most methods take as an option."""
     return Source(folder() / "corrections.py").story("Corrections")
 
 
 def chosen(name: str) -> Entry:
-    """The method `name`; UsageError with the nearest one for a name that is none."""
+    """Return the method `name`; raises UsageError, with the most similar name, if there is none."""
     known = catalogue()
     if name not in known:
         close = difflib.get_close_matches(name, known, n=1)

@@ -11,7 +11,7 @@ from calib.yaml_input import read_yaml_file, read_yaml_value
 
 @contextmanager
 def as_usage() -> Iterator[None]:
-    """Inside, a ValueError about the options is the user's: exit status 2."""
+    """Context that turns a ValueError about options into a UsageError: exit status 2."""
     try:
         yield
     except ValueError as error:
@@ -19,7 +19,7 @@ def as_usage() -> Iterator[None]:
 
 
 def read_method(word: str) -> tuple[str, dict[str, Any]]:
-    """A method's name and options from `word`: a name, or a YAML file."""
+    """Return a method's name and options from `word`: a name, or a YAML file with `method` and options."""
     if not word.endswith((".yaml", ".yml")):
         return word, {}
     content = read_yaml_file(find_config(word, "methods"), "method's file")
@@ -29,7 +29,10 @@ def read_method(word: str) -> tuple[str, dict[str, Any]]:
 
 
 def read_options(words: Sequence[str], known: set[str], method: str) -> dict[str, Any]:
-    """`--bits 2 --clip=0.8` as {"bits": 2, "clip": 0.8}."""
+    """Return the options in `words`: `--bits 2 --clip=0.8` gives {"bits": 2, "clip": 0.8}.
+
+    Raises UsageError for a flag that is not in `known`, or a flag without a value.
+    """
     options, queue = {}, list(words)
     while queue:
         flag, equals, value = queue.pop(0).partition("=")

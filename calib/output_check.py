@@ -1,4 +1,4 @@
-"""Whether outputs could be written, as far as that can be told before hours of work; nothing is left behind."""
+"""Checks before hours of work whether the outputs can be written; the checks leave no files."""
 
 import os
 
@@ -7,12 +7,12 @@ from calib.runtime.files.atomic_file import check_writable
 
 
 def check_file(option: str, path: str | os.PathLike[str]) -> None:
-    """Raises UsageError where the file could not be written."""
+    """Raises UsageError if the file could not be written; `option` names it in the message."""
     _check(option, path, path)
 
 
 def check_folder(option: str, folder: str | os.PathLike[str]) -> None:
-    """Raises UsageError where no file could be written into the folder, which may be missing."""
+    """Raises UsageError if no file could be written into the folder, which need not exist."""
     _check(option, folder, os.path.join(folder, "file"))
 
 

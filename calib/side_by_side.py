@@ -1,4 +1,4 @@
-"""Work of many small operations: several pieces at once, each in one thread, instead of one after another in all threads."""
+"""Runs pieces of work made of small operations in parallel, each in one thread, instead of one after another in all threads."""
 
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -10,10 +10,10 @@ Piece = TypeVar("Piece")
 
 
 def side_by_side(work: Callable[[Piece], object], pieces: Iterable[Piece], device: torch.device) -> None:
-    """Does `work` for each piece: one after another on a GPU; on a CPU several at once, each in one thread.
+    """Calls `work` for each piece: one after another on a GPU; on a CPU several at once, each in one thread.
 
-    For operations that are too small for several threads to share. With one thread the order of every sum, hence every bit of a
-    result, is the same whatever the number of threads.
+    For operations too small to gain from several threads. As each piece runs in one thread, the order of every sum, and so every
+    bit of the result, does not depend on the number of threads.
     """
     if device.type != "cpu":
         for piece in pieces:

@@ -1,4 +1,4 @@
-"""A stage's checkpoint: written whole or not at all, at a signal too, and read back under the same settings only."""
+"""A stage's checkpoint: written atomically, also when a signal ends the run, and loaded only under the same settings."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,19 +16,19 @@ ENDED_EARLY = "trainer.callbacks: one of them ended a stage early, and a fit rea
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Writes a checkpoint under a temporary name beside it and renames.
+    """Writes a checkpoint under a temporary name in the same folder and renames it.
 
-    Lightning's own holds the bytes in memory once more and writes them into the machine's folder for temporary files,
-    where a killed process leaves them.
+    Lightning's own TorchCheckpointIO makes a second copy of the bytes in memory and writes them into the system's temporary
+    folder, where a killed process leaves them.
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        """Saves; a run that is killed leaves the checkpoint before. Raises RunError where the disk does not allow it."""
+        """Saves; if the process is killed meanwhile, the previous checkpoint remains. Raises RunError if the disk is full, say."""
         try:
             with saving(), atomically(path) as temporary, open(temporary, "wb") as file:
                 torch.save(checkpoint, file)
         except (OSError, RuntimeError) as error:
-            reason = error if isinstance(error, OSError) else error.__context__  # torch tells of positions in the file
+            reason = error if isinstance(error, OSError) else error.__context__  # torch's own message has only file offsets
             if not isinstance(reason, OSError):
                 raise
             raise RunError(
@@ -38,21 +38,21 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
 
 class SignalCallback(Callback):
-    """Ends a Trainer at a signal, between two batches: to be used inside `calib.interrupts.held`."""
+    """Ends a Trainer between two batches after a signal; to be used inside `calib.interrupts.held`."""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Lightning has just put its own SIGTERM handler before ours: it would end the process with status 0."""
+        """Reinstalls our SIGTERM handler: Lightning has just replaced it with one that would exit with status 0."""
         take_back()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Leaves where one of the processes has got a signal."""
+        """Leaves if one of the processes has received a signal."""
         if self.ended(trainer):
             leave()
 
     def ended(self, trainer: Trainer) -> bool:
-        """Whether the run is to end, the same in every process: they end together."""
+        """Return whether the run is to end, because some process received a signal: the same answer in every process."""
         if not trainer.strategy.reduce_boolean_decision(pending() is not None, all=False):
             return False
         agreed()
@@ -60,14 +60,14 @@ class SignalCallback(Callback):
 
 
 class StageCheckpoint(SignalCallback):
-    """Saves the stage under way every few batches, and where a signal ends it.
+    """Saves the running stage every few batches, and when a signal ends it.
 
     Args:
         path: of the checkpoint.
-        every: batches.
-        gather: called in every process, with the device to exchange tensors on, before an unfinished stage is saved: the
-            checkpoint is what the first process holds then. Such a stage is saved once more when it has ended. None where
-            every process holds the whole after each `every` batches, and can go on from there alone.
+        every: batches between checkpoints.
+        gather: called in every process, with the device on which to exchange tensors, before an unfinished stage is saved; the
+            checkpoint holds the first process's state after it. The stage is saved once more at its end. None if every process
+            has the whole state after each `every` batches; then the stage is saved only there.
     """
 
     def __init__(self, path: Path, every: int, gather: Callable[[torch.device], None] | None = None) -> None:
@@ -76,11 +76,11 @@ class StageCheckpoint(SignalCallback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Saves where it is time, or the last time."""
+        """Saves after every `every` batches, and after a signal in a run of one process; leaves after a signal."""
         ended = self.ended(trainer)
         if self.gather is not None and trainer.is_last_batch:
-            return  # a stage is never left with nothing to do but its end, which is saved
-        # Several processes: sums are added in the order of the checkpoints, which a signal may not change.
+            return  # the stage's end follows at once and is saved
+        # With several processes sums are merged at each checkpoint, so a signal must not add one and change their order.
         early = ended and self.gather is not None and trainer.world_size == 1
         if early or not (batch_idx + 1) % self.every:
             if self.gather is not None:
@@ -90,28 +90,28 @@ class StageCheckpoint(SignalCallback):
             leave()
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Saves the stage that has ended. Raises UsageError where a callback has ended it, such as Timer."""
+        """Saves the finished stage. Raises UsageError if a callback, such as Timer, ended it early."""
         if self.gather is not None:
             if trainer.should_stop:
                 raise UsageError(ENDED_EARLY)
             self.save(trainer)
 
     def save(self, trainer: Trainer) -> None:
-        """Writes the checkpoint: a killed run leaves the one before."""
+        """Writes the checkpoint; if the process is killed meanwhile, the previous one remains."""
         trainer.save_checkpoint(self.path, weights_only=True)
 
 
 def load_checkpoint(module: LightningModule, path: Path, plan: Mapping[str, Any], progress: str) -> dict[str, Any]:
-    """Loads the checkpoint at `path` into `module`; returns its entry `progress`.
+    """Loads the checkpoint at `path` into `module`; returns its entry named by `progress`.
 
     Raises:
-        UsageError: it belongs to another `plan`; the message names the setting.
-        RunError: it cannot be read.
+        UsageError: the checkpoint was written with another `plan`; the message names the first setting that differs.
+        RunError: the checkpoint cannot be read.
     """
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         state, before, found = checkpoint["state_dict"], checkpoint["plan"], checkpoint[progress]
-        # Settings first: other ones may mean tensors of other shapes.
+        # Settings are compared first, as other settings may give tensors of other shapes.
         for key in sorted(before.keys() | plan.keys()):
             if before.get(key) != plan.get(key):
                 raise UsageError(
@@ -121,7 +121,7 @@ def load_checkpoint(module: LightningModule, path: Path, plan: Mapping[str, Any]
         module.load_state_dict(state)
     except UsageError:
         raise
-    except Exception as error:  # a damaged file fails in many ways; each means the same
+    except Exception as error:  # a damaged file raises errors of many types
         raise RunError(
             f"the checkpoint {path} cannot be read ({type(error).__name__}); start anew without --ckpt_path last"
         ) from error

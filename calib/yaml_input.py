@@ -1,7 +1,7 @@
-"""YAML that a user gives, in a file or on the command line: read only where it is plain data of a reasonable size.
+"""Reads YAML from files and from the command line, if it is plain data of a reasonable size.
 
-A file of 20 lines can stand for ten thousand million values (an alias of a list of aliases ...), which nothing that walks it
-afterwards would survive; so what it stands for is counted before it is made. The same for depth.
+By aliases of lists of aliases, a file of 20 lines can expand to ten thousand million values, too many for any later code to
+walk. So the expanded size and depth are computed before any object is built.
 """
 
 from pathlib import Path
@@ -12,18 +12,21 @@ import yaml
 from calib.errors import UsageError
 from calib.runtime.messages.printable import printable, shortened
 
-LARGEST = 1_000_000  # bytes of a file, characters of a text
-NODES = 100_000  # values, aliases counted as what they stand for, and long texts as one for each PIECE characters
+LARGEST = 1_000_000  # most bytes of a file, or characters of a text
+NODES = 100_000  # most values; an alias counts as the values it expands to, a long text one more per PIECE characters
 PIECE = 100
-DEPTH = 32  # lists and mappings within each other
+DEPTH = 32  # most levels of nested lists and mappings
 
 
 class RefusedYamlError(yaml.YAMLError):
-    """Well-formed and not taken; the message says why."""
+    """Well-formed YAML that is refused for its size, depth or a cycle; the message gives the reason."""
 
 
 def read_yaml_file(path: Path, what: str = "configuration file") -> Any:
-    """The content of a file; UsageError, which names it, for one that cannot be read, is not UTF-8 or not YAML that is taken."""
+    """Return the content of a YAML file.
+
+    Raises UsageError, which names the file as `what`, if it cannot be read, is not UTF-8, not YAML, or refused.
+    """
     name = shortened(str(path), 200)
     try:
         if path.stat().st_size > LARGEST:
@@ -41,7 +44,7 @@ def read_yaml_file(path: Path, what: str = "configuration file") -> Any:
 
 
 def read_yaml_value(text: str, flag: str) -> Any:
-    """The value of an option of the command line; UsageError, which names it."""
+    """Return the value of a command-line option, parsed as YAML; raises UsageError, which names the flag."""
     try:
         return load_yaml(text)
     except RefusedYamlError as error:
@@ -51,11 +54,11 @@ def read_yaml_value(text: str, flag: str) -> Any:
 
 
 def load_yaml(text: str) -> Any:
-    """What `text` says, as plain lists, mappings, texts and numbers.
+    """Return the content of `text` as plain lists, mappings, strings, numbers and dates.
 
     Raises:
-        RefusedYamlError: more than is taken, or nested deeper, or a list within itself.
-        yaml.YAMLError: not YAML, or with a tag of its own (`!!python/object`), which nothing is made of.
+        RefusedYamlError: too large, nested too deeply, or a list or mapping that contains itself.
+        yaml.YAMLError: not YAML, or with a tag such as `!!python/object`, for which nothing is built.
     """
     loader = yaml.SafeLoader(text)
     try:
@@ -68,7 +71,7 @@ def load_yaml(text: str) -> Any:
 
 
 def check_yaml(text: str) -> None:
-    """Raises RefusedYamlError as `load_yaml` does; says nothing of other mistakes."""
+    """Raises RefusedYamlError as `load_yaml` does; ignores other errors."""
     loader = yaml.SafeLoader(text)
     try:
         composed(loader, text)
@@ -81,7 +84,7 @@ def check_yaml(text: str) -> None:
 
 
 def composed(loader: yaml.SafeLoader, text: str) -> yaml.Node | None:
-    """The tree of a document, counted."""
+    """Return the node tree of a document after checking its size and depth; None if the document is empty."""
     if len(text) > LARGEST:
         raise RefusedYamlError(f"is longer than {LARGEST} characters; give less")
     try:
@@ -94,12 +97,12 @@ def composed(loader: yaml.SafeLoader, text: str) -> yaml.Node | None:
 
 
 def measure(node: yaml.Node, known: dict[int, tuple[int, int]], around: set[int]) -> tuple[int, int]:
-    """How many values a node stands for and how deep they lie; RefusedYamlError beyond the limits.
+    """Return how many values a node expands to, and the levels below it; raises RefusedYamlError beyond the limits.
 
     Args:
-        node: the root of what is counted.
-        known: of nodes that were counted before, by identity.
-        around: the nodes that this one lies in.
+        node: the root of the tree to be counted.
+        known: results for nodes counted before, by identity.
+        around: identities of the nodes that contain this one.
     """
     if id(node) in around:
         raise RefusedYamlError("holds a list or mapping that lies within itself")
@@ -127,7 +130,7 @@ def measure(node: yaml.Node, known: dict[int, tuple[int, int]], around: set[int]
 
 
 def where(error: yaml.YAMLError) -> str:
-    """`, line 3: the problem` of an error of the parser."""
+    """Return the line and the problem of a parser's error, such as `, line 3: the problem`."""
     mark = getattr(error, "problem_mark", None)
     problem = getattr(error, "problem", None) or " ".join(str(error).split())
     return f"{f', line {mark.line + 1}' if mark else ''}: {shortened(str(problem), 200)}"

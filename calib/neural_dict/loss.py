@@ -54,7 +54,10 @@ class _Diversity(torch.autograd.Function):
 
 
 def reconstruction(atoms: Tensor, x: Tensor, index: Tensor, coefficient: Tensor) -> Tensor:
-    """Return L_MSE (eq. 8) of `x [B, d]` approximated by pairs `[B, s]` of `atoms [N, d]`: a scalar, differentiable by the atoms."""
+    """Return L_MSE (eq. 8) of `x [B, d]` approximated by s pairs each, `[B, s]`, of `atoms [N, d]`: a scalar.
+
+    It is differentiable by the atoms only.
+    """
     return _Reconstruction.apply(atoms, x, index, coefficient)
 
 
