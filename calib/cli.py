@@ -99,7 +99,7 @@ def run(called: Sequence[str], words: list[str], load: Callable[[], Callable[[li
     """
     try:
         status = load()(words)
-        if pending():  # a signal came, and its exception was caught on the way
+        if pending():  # a signal came, and some code caught its exception
             leave()
         return status
     except BaseException as error:

@@ -28,7 +28,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             with saving(), atomically(path) as temporary, open(temporary, "wb") as file:
                 torch.save(checkpoint, file)
         except (OSError, RuntimeError) as error:
-            reason = error if isinstance(error, OSError) else error.__context__  # torch's own message has only file offsets
+            reason = error if isinstance(error, OSError) else error.__context__  # torch's message has only file offsets
             if not isinstance(reason, OSError):
                 raise
             raise RunError(

@@ -1,1 +1,1 @@
-"""One module per command, each with `run(argv) -> int`; imported only when its command is asked for."""
+"""One module per command, each with `run(argv) -> int`; a module is imported only when its command runs."""

@@ -1,4 +1,4 @@
-"""`calib bench --config bench/quick.yaml`: how long methods take, what they hold, and the batch that still fits."""
+"""`calib bench --config bench/quick.yaml`: measures the time and memory of methods, and the largest batch that fits."""
 
 import shlex
 from argparse import RawDescriptionHelpFormatter
@@ -17,7 +17,7 @@ Several --config are merged from left to right. A row that does not fit into mem
 
 
 def run(argv: Sequence[str]) -> int:
-    """Measures, writes `results.json`, `report.md` and `report.html`, prints the tables; 1 where a row failed."""
+    """Measures, writes `results.json`, `report.md` and `report.html`, prints the tables; returns 1 if a row failed."""
     parser = Parser(
         prog="calib bench",
         description="Measure methods over batches and contexts: prefill, first token, decode, memory.",

@@ -1,4 +1,4 @@
-"""`calib convert KIND SOURCE OUTPUT`: a checkpoint of another kind, as a folder that transformers loads and calib fits."""
+"""`calib convert KIND SOURCE OUTPUT`: writes a checkpoint of another kind as a folder that transformers loads and calib fits."""
 
 import importlib
 from collections.abc import Sequence
@@ -6,9 +6,9 @@ from pathlib import Path
 
 from calib.arguments import Parser
 
-# Each a module of calib/convert with `convert(source, output)`.
+# Each kind is a module of calib/convert with `convert(source, output)`.
 KINDS = {"baichuan2": "Baichuan2 7B as a Llama", "gguf": "a GGUF file, dequantised to float32"}
-CONFIGS = {"baichuan2": "--config baichuan2.yaml "}  # what `calib fit` is told besides the folder
+CONFIGS = {"baichuan2": "--config baichuan2.yaml "}  # options of `calib fit` for such a checkpoint
 
 
 def run(argv: Sequence[str]) -> int:

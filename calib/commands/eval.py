@@ -1,4 +1,4 @@
-"""`calib eval --config eval/importance.yaml`: what each method keeps of a model's answers, and the bits that it takes."""
+"""`calib eval --config eval/importance.yaml`: measures the quality of a model's answers with each method, and its bits."""
 
 import shlex
 from argparse import RawDescriptionHelpFormatter
@@ -20,7 +20,7 @@ Several --config are merged from left to right. Finished cells are kept below th
 
 
 def run(argv: Sequence[str]) -> int:
-    """Evaluates, writes `results.json`, `report.md` and `report.html`, prints the table; 1 where a cell failed."""
+    """Evaluates, writes `results.json`, `report.md` and `report.html`, prints the table; returns 1 if a cell failed."""
     parser = Parser(
         prog="calib eval",
         description="Measure methods on tasks through their caches: quality and true bits.",
@@ -47,7 +47,7 @@ def run(argv: Sequence[str]) -> int:
     if len(asked.compare) > 2 - bool(asked.config):
         wanted = "one file with --config, two without"
         raise UsageError(f"'--compare' got {len(asked.compare)} files, expected {wanted}")
-    if len(asked.compare) == 2 and len(argv) == 3:  # nothing that would have no effect
+    if len(asked.compare) == 2 and len(argv) == 3:  # no other flag, as it would have no effect
         from calib.evaluate.command import compare_files
 
         return compare_files(*asked.compare)

@@ -1,4 +1,4 @@
-"""`calib export --format FORMAT ...`: what other programs read, or a part of it, made from an artifact."""
+"""`calib export --format FORMAT ...`: writes files for other programs from an artifact, or a part of the artifact."""
 
 import importlib
 from collections.abc import Sequence
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from calib.arguments import Parser, listing
 from calib.errors import UsageError
 
-# Each has a module `command` with `run(argv) -> int` and options of its own; imported when it is asked for.
+# Each format has a module `command` with `run(argv) -> int` and its own options; it is imported only when used.
 FORMATS = {
     "onnx": "a method's encoding, decoding and attention step as ONNX graphs",
     "artifact": "an artifact with some of another one's tensors: what the methods that you use read",
@@ -20,7 +20,7 @@ def usage() -> str:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Hands everything but `--format` to the format's own command; raises `UsageError` for one that is not known."""
+    """Passes all arguments but `--format` to the format's own command; raises `UsageError` for an unknown format."""
     parser = Parser(prog="calib export", add_help=False, allow_abbrev=False)
     parser.add_argument("--format")
     asked, rest = parser.parse_known_args(argv)

@@ -1,4 +1,4 @@
-"""`calib fit --config tiny.yaml`: measure a model's keys and values and write one artifact; `--plan` tells what that takes."""
+"""`calib fit --config tiny.yaml`: measures a model's keys and values and writes one artifact; `--plan` predicts the costs."""
 
 import warnings
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ def run(argv: list[str]) -> int:
 
 
 def run_fit(argv: list[str], shards: Sequence[Path] = ()) -> int:
-    """Runs a fit that begins with what the files of `shards` hold; returns the exit status."""
+    """Runs a fit, starting from the statistics in the files of `shards`, if any; returns the exit status."""
     if "--plan" not in argv:
         goes_on_with("--ckpt_path", "last")
     from calib.fit.options import FitCLI

@@ -1,4 +1,4 @@
-"""`calib generate`: one prompt through a method and through transformers' `DynamicCache`, with the memory of each."""
+"""`calib generate`: runs one prompt with a method's cache and with transformers' `DynamicCache`, and shows both memories."""
 
 import argparse
 from collections.abc import Sequence
@@ -65,11 +65,14 @@ def run(argv: Sequence[str]) -> int:
 
 
 def read_prompt(asked: argparse.Namespace) -> tuple[str, str | None]:
-    """The prompt as given, from its file, or a generated list of lines to remember; of the latter the answer, too."""
+    """Return the prompt, given as text, in a file, or generated (lines to remember), and the answer of a generated one.
+
+    The answer is None otherwise. Raises UsageError for text that is not UTF-8, or a file that cannot be read.
+    """
     if asked.prompt is not None:
         try:
             asked.prompt.encode()
-        except UnicodeEncodeError as error:  # bytes of the command line that no text has
+        except UnicodeEncodeError as error:  # bytes of the command line that are not UTF-8
             from calib.runtime.messages.printable import printable  # imports torch
 
             raise UsageError(
@@ -90,7 +93,7 @@ def read_prompt(asked: argparse.Namespace) -> tuple[str, str | None]:
 
 
 def generate(asked: argparse.Namespace, name: str, options: dict[str, Any], text: str, answer: str | None) -> int:
-    """Loads the model, generates with `DynamicCache` and with the method, prints both, and whether they give the `answer`."""
+    """Loads the model, generates with `DynamicCache` and with the method, prints both, and whether they give `answer`."""
     import torch
     from transformers import DynamicCache
 
@@ -141,7 +144,7 @@ def generate(asked: argparse.Namespace, name: str, options: dict[str, Any], text
 
 
 def agreement(expected: Sequence[int], found: Sequence[int]) -> str:
-    """How far two continuations go together, in words."""
+    """Return in words how many first tokens of two continuations agree."""
     if expected == found:
         return f"all {len(expected)} tokens agree" if len(expected) > 1 else "the token agrees"
     pairs = zip(expected, found, strict=False)  # one may have ended earlier

@@ -1,6 +1,6 @@
-"""`calib inspect ARTIFACT [--json | --html FILE]`: what an artifact holds, for a person or for a program.
+"""`calib inspect ARTIFACT [--json | --html FILE]`: shows the contents of an artifact, as tables, JSON or a page.
 
-The file passes every check of `Artifact.load` first, so what is shown is what a method would get.
+The file must pass every check of `Artifact.load` first, so a method would read the same contents.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ ENDINGS = (".html", ".htm")
 
 
 def run(argv: Sequence[str]) -> int:
-    """Prints the artifact named in `argv`; raises `UsageError` for a wrong request or a file that is refused."""
+    """Shows the artifact named in `argv`; raises `UsageError` for a wrong request or a file that is refused."""
     parser = Parser(prog="calib inspect", description="Show what an artifact of `calib fit` holds, after checking it.")
     parser.add_argument(
         "artifact", metavar="ARTIFACT", help="the .calib.safetensors file, its folder, or a name on the hub"
@@ -42,13 +42,13 @@ def run(argv: Sequence[str]) -> int:
 
     try:
         shown(artifact, path, asked)
-    except ArtifactError as error:  # a record that is read where it is shown
+    except ArtifactError as error:  # some records are checked only when they are shown
         raise UsageError(str(error)) from error
     return 0
 
 
 def shown(artifact: "Artifact", path: Path, asked: Namespace) -> None:
-    """Prints it or writes the page, as asked."""
+    """Prints tables or JSON, or writes the page, depending on the flags in `asked`."""
     if asked.json:
         print(json.dumps(as_json(artifact, path), indent=2, sort_keys=True, allow_nan=False))
     elif asked.html is not None:
@@ -61,7 +61,7 @@ def shown(artifact: "Artifact", path: Path, asked: Namespace) -> None:
 
 
 def check_output(output: str, artifact: Path) -> None:
-    """UsageError where the page would be no page, or replace an artifact named by mistake."""
+    """Raises UsageError if the page's name does not end in .html or .htm, or the page would overwrite the artifact."""
     if not output.lower().endswith(ENDINGS) or os.path.isdir(output):
         raise UsageError(f"--html {output}: must name a file that ends in {ENDINGS[0]}")
     written = os.path.realpath(output)  # of `missing/../a.html` too
@@ -70,7 +70,7 @@ def check_output(output: str, artifact: Path) -> None:
 
 
 def write_page(artifact: "Artifact", path: Path, output: str) -> None:
-    """Writes the page and says so; `RunError` where the folder or the disk does not allow it."""
+    """Writes the page and prints its name; raises `RunError` if it cannot be written."""
     from calib.artifact_view.page import page
     from calib.runtime.files.atomic_file import write_atomically
 
@@ -82,7 +82,7 @@ def write_page(artifact: "Artifact", path: Path, output: str) -> None:
 
 
 def as_json(artifact: "Artifact", path: Path) -> dict[str, Any]:
-    """Everything but the tensors' entries: each has its dtype, shape, least, median and greatest value instead."""
+    """Return the artifact as plain JSON; tensors are given by dtype, shape, and least, median and greatest value."""
     from calib.artifact_view.tables import spread
     from calib.runtime.artifact.file import FORMAT_VERSION
 

@@ -1,4 +1,4 @@
-"""`calib merge SHARD... --config tiny.yaml`: what `calib fit --shard` has measured on many machines, as one artifact."""
+"""`calib merge SHARD... --config tiny.yaml`: merges shards of `calib fit --shard` from many machines into one artifact."""
 
 from pathlib import Path
 

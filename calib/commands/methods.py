@@ -1,4 +1,4 @@
-"""`calib methods [NAME]`: the compression methods, each with its story and its options. It imports none of them."""
+"""`calib methods [NAME]`: lists the compression methods with descriptions and options, without importing them."""
 
 from collections.abc import Sequence
 
@@ -16,7 +16,7 @@ With a fit, klt keeps as much with fewer bits and takes a budget in place of opt
 
 
 def run(argv: Sequence[str]) -> int:
-    """Prints where to start and each method in short, or all about the one named in `argv`."""
+    """Prints first steps and a summary of each method, or the whole description of the one named in `argv`."""
     parser = Parser(prog="calib methods", description="List the compression methods and their options.")
     parser.add_argument("name", nargs="?", metavar="NAME", help="show everything about this one")
     asked = parser.parse_args(argv)
@@ -37,10 +37,10 @@ def run(argv: Sequence[str]) -> int:
 
 
 def about(entry: Entry) -> str:
-    """Whether it needs a fit, and where it is described."""
+    """Return in words whether the method needs a fit, and the address of its description, if any."""
     return f"{entry.fit}{f'; {entry.link}' if entry.link else ''}"
 
 
 def options(entry: Entry) -> str:
-    """All of them with their defaults."""
+    """Return the method's options with their defaults, in one line."""
     return ", ".join(f"{name}={default}" for name, default in entry.options.items()) or "no options"

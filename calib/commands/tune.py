@@ -1,4 +1,4 @@
-"""`calib tune --method zipcache --bits 2.5`: a budget in true bits per value in place of a method's knobs."""
+"""`calib tune --method zipcache --bits 2.5`: chooses a method's options for a budget in bits per value."""
 
 import os
 import shlex
@@ -13,7 +13,7 @@ from calib.method_options import as_usage, read_method, read_options
 
 
 def run(argv: Sequence[str]) -> int:
-    """Measures, chooses, writes the choices into the artifact, prints and draws them."""
+    """Measures candidates, chooses options for each budget, writes them into the artifact and shows them."""
     from calib.runtime.methods import options_of
 
     parser = Parser(

@@ -1,1 +1,1 @@
-"""Checkpoints whose own code cannot take a cache, as checkpoints of an architecture that can."""
+"""Converts checkpoints that transformers has no code for, or loads slowly, into folders that calib can fit."""

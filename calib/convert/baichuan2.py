@@ -1,11 +1,10 @@
-"""Baichuan2 7B (arXiv:2309.10305) as a Llama: the same layers, with queries, keys and values in one matrix and a normalised
-head.
+"""Converts Baichuan2 7B (arXiv:2309.10305) to a Llama, whose layers are the same but for these differences:
 
-1. `W_pack` [3 hidden, hidden] holds the projections of queries, keys and values one under another: it is cut in three.
-2. The head divides each row of its weight by its length whenever it is used: it is divided once, in float32.
-3. Rotary frequencies are computed, not stored.
+1. `W_pack` [3 hidden, hidden] holds the projections of queries, keys and values one below the other: it is split in three.
+2. The head divides each row of its weight by its length in every forward: the rows are divided once, in float32.
+3. Rotary frequencies are stored: they are dropped, since a Llama computes them.
 
-The 13B model has ALiBi in place of RoPE, which no Llama has.
+The 13B model has ALiBi instead of RoPE, which no Llama has.
 """
 
 import shutil
@@ -28,15 +27,16 @@ NUMBERS = (
 )
 SAME = (*NUMBERS, "rms_norm_eps", "hidden_act")
 OPTIONAL = ("initializer_range", "bos_token_id", "eos_token_id", "pad_token_id")
-LEAST_LENGTH = 1e-12  # of a row of the head that is divided by it, as in torch.nn.functional.normalize
+LEAST_LENGTH = 1e-12  # least length by which a row of the head is divided, as in torch.nn.functional.normalize
 
 
 def convert(source: Path, output: Path) -> None:
     """Writes the checkpoint in `source` into the new folder `output`, tokenizer included.
 
     Raises:
-        UsageError: no folder, another model, weights that are no safetensors, an `output` that is there.
-        RunError: a damaged or incomplete checkpoint, a folder that cannot be written.
+        UsageError: no folder, another model, weights that are not safetensors, a damaged or incomplete checkpoint, an
+            `output` that exists.
+        RunError: `output` cannot be written.
     """
     if not source.is_dir():
         raise UsageError(
@@ -57,12 +57,12 @@ def convert(source: Path, output: Path) -> None:
 
 
 def llama_config(found: Mapping[str, Any], source: Path) -> LlamaConfig:
-    """The same sizes as a Llama's configuration; UsageError for what is not Baichuan2 7B."""
+    """Return a Llama configuration with the sizes in `found`; raises UsageError if that is not Baichuan2 7B's."""
     architectures = found.get("architectures")
     if architectures != [ARCHITECTURE] or found.get("quantization_config"):
         what = "quantised" if architectures == [ARCHITECTURE] else f"of {architectures}"
         raise UsageError(f"'{source}' is {what}, expected the plain weights of {ARCHITECTURE}; give Baichuan2 7B")
-    # The 13B model knows no greatest position, only a greatest length.
+    # The 13B model's configuration has model_max_length, but no max_position_embeddings.
     if "max_position_embeddings" not in found or found.get("hidden_size") == 5120:
         raise UsageError(
             f"'{source}' has ALiBi in place of RoPE (the 13B model), which no Llama has; give Baichuan2 7B"
@@ -81,7 +81,7 @@ def llama_config(found: Mapping[str, Any], source: Path) -> LlamaConfig:
 
 
 def as_llama(name: str, weight: Tensor) -> dict[str, Tensor]:
-    """What takes the place of one tensor."""
+    """Return the Llama tensors, by name, that replace one tensor of Baichuan2; none for stored rotary frequencies."""
     if name.endswith("rotary_emb.inv_freq"):
         return {}
     if name == "lm_head.weight":

@@ -1,4 +1,4 @@
-"""A checkpoint folder in safetensors: read and written a shard at a time, and there at the end wholly or not at all."""
+"""Checkpoint folders in safetensors: read and written one shard at a time, and created completely or not at all."""
 
 import json
 import os
@@ -20,9 +20,9 @@ INDEX = f"{WHOLE}.index.json"
 
 @contextmanager
 def checkpoint_folder(output: Path) -> Iterator[Path]:
-    """Gives a temporary folder that is `output` at the end; on any failure nothing is left of it.
+    """Context with a temporary folder that becomes `output` at the end, or is removed on any failure.
 
-    Raises UsageError where `output` is there already, RunError where it cannot be written.
+    Raises UsageError if `output` exists, RunError if it cannot be written.
     """
     if os.path.lexists(output):
         raise UsageError(f"'{output}' is there already and is not overwritten; name a new folder")
@@ -34,7 +34,7 @@ def checkpoint_folder(output: Path) -> Iterator[Path]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; UsageError where it is not there or is something else."""
+    """Return the object in a JSON file; raises UsageError if the file cannot be read or holds anything else."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -47,9 +47,9 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def shards(folder: Path) -> list[str]:
-    """The names of the checkpoint's files of weights, sorted.
+    """Return the names of the checkpoint's weight files, sorted.
 
-    Raises UsageError where it has none in safetensors, or not all that its index names.
+    Raises UsageError if it has none in safetensors, or not all that its index names.
     """
     if not (folder / INDEX).is_file():
         if (folder / WHOLE).is_file():
@@ -73,18 +73,18 @@ def shards(folder: Path) -> list[str]:
 def rewrite(
     source: Path, output: Path, change: Callable[[str, Tensor], Mapping[str, Tensor]], expected: Mapping[str, list[int]]
 ) -> None:
-    """Writes into the folder `output` what `change` makes of each tensor of `source`: a shard for a shard.
+    """Writes the tensors of `source`, replaced by `change`, into the folder `output`, one shard for each shard.
 
-    The most that is held is one shard.
+    At most one shard is in memory.
 
     Args:
         source: a folder that `shards` accepts.
-        output: a folder.
-        change: gives the tensors, by their new names, that take the place of one, perhaps none.
-        expected: names and shapes that must come out.
+        output: an existing folder.
+        change: returns for a tensor and its name the tensors, by name, that replace it; possibly none.
+        expected: names and shapes of all tensors of the result.
 
     Raises:
-        RunError: a damaged file, a tensor that is not expected or of another shape, or one that is missing.
+        UsageError: a damaged file, an unexpected tensor or shape, or a missing tensor.
     """
     placed: dict[str, str] = {}
     size = 0

@@ -1,6 +1,6 @@
-"""A GGUF file as a checkpoint folder: weights dequantised to float32, and a tokenizer that says what the file's own says.
+"""Converts a GGUF file to a checkpoint folder with weights dequantised to float32 and an equivalent tokenizer.
 
-A folder loads in a fraction of the time, and what is calibrated on it belongs to the same weights as the file's.
+The folder loads in a fraction of the time, and has the same weights: a calibration on it also fits the file.
 """
 
 import random
@@ -17,7 +17,7 @@ from calib.errors import RunError, UsageError
 from calib.runtime.messages.printable import printable
 
 NAMED = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
-SAMPLES, LONGEST = 500, 24  # texts of random tokens that both tokenizers must read alike, and tokens of each
+SAMPLES, LONGEST = 500, 24  # number of random texts that both tokenizers must encode equally, and most tokens of each
 TEXTS = (
     "Hello, world! It's 2024; don't split 3.14159 or 1,000,000 otherwise.",
     "  two  spaces,\ttabs\t\tand\nnew\r\n\r\nlines   ",
@@ -28,11 +28,11 @@ TEXTS = (
 
 
 def convert(source: Path, output: Path) -> None:
-    """Writes what is in the file `source` into the new folder `output`, tokenizer included.
+    """Writes the model in the file `source` into the new folder `output`, tokenizer included.
 
     Raises:
-        UsageError: no GGUF file, one that transformers cannot read, an `output` that is there.
-        RunError: a tokenizer that does not come back as it was, a folder that cannot be written.
+        UsageError: no GGUF file, one that transformers cannot read, an `output` that exists.
+        RunError: a tokenizer that differs after it was written and loaded, a folder that cannot be written.
     """
     if not source.is_file() or source.suffix != GGUF:
         raise UsageError(f"'{source}' is no {GGUF} file; name the file itself")
@@ -45,9 +45,9 @@ def convert(source: Path, output: Path) -> None:
 
 
 def plain_tokenizer(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerFast:
-    """The same vocabulary, rules and special tokens in a class without rules of its own.
+    """Return the same vocabulary, rules, special tokens and chat template as a `PreTrainedTokenizerFast`.
 
-    A model family's class builds its tokenizer anew from files that a GGUF file does not have.
+    The tokenizer class of a model family would rebuild the rules from files that a GGUF file does not have.
     """
     named = {name: getattr(tokenizer, name) for name in NAMED if getattr(tokenizer, name, None) is not None}
     longest = {"model_max_length": tokenizer.model_max_length}
@@ -57,7 +57,7 @@ def plain_tokenizer(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerFa
 
 
 def check_tokenizer(own: PreTrainedTokenizerBase, written: PreTrainedTokenizerBase, source: Path) -> None:
-    """RunError where the written tokenizer reads or writes any of many texts otherwise than the file's own."""
+    """Raises RunError if the written tokenizer differs from the file's in size, special tokens, template or any test text."""
     named = [name for name in NAMED if getattr(own, name, None) is not None]
     remedy = f"give the file itself: --model.path {source}"
     for what, of in (
@@ -78,7 +78,7 @@ def check_tokenizer(own: PreTrainedTokenizerBase, written: PreTrainedTokenizerBa
 
 
 def texts(tokenizer: Any) -> Iterator[str]:
-    """Texts that are read by many rules: words, spaces, code, scripts, every special token, tokens at random."""
+    """Yields test texts for many tokenizer rules: words, spaces, code, scripts, every special token, random tokens."""
     yield from TEXTS
     yield from (f"a{token} b" for token in tokenizer.all_special_tokens)
     draw = random.Random(0)

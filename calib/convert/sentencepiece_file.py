@@ -1,4 +1,4 @@
-"""What a SentencePiece model file says, as far as its byte pair encoding can be rebuilt from it."""
+"""Reads a SentencePiece model file, if its byte pair encoding can be rebuilt as a tokenizer of transformers."""
 
 from pathlib import Path
 from typing import Any
@@ -7,16 +7,17 @@ from calib.errors import UsageError
 
 
 def read_model(path: Path) -> Any:
-    """The file's `ModelProto`: pieces with their scores and types, the trainer's settings and the normaliser's.
+    """Return the file's `ModelProto`: pieces with scores and types, and the settings of trainer and normaliser.
 
-    Raises UsageError where the file is no SentencePiece model, is no byte pair encoding, or maps characters to others.
+    Raises UsageError if sentencepiece is missing, or the file is no SentencePiece model, no byte pair encoding, or maps
+    characters to others.
     """
     try:
         from google.protobuf.message import DecodeError
         from sentencepiece import sentencepiece_model_pb2 as proto
     except ImportError as error:
         raise UsageError("reading 'tokenizer.model' needs sentencepiece: pip install 'calib-kv[convert]'") from error
-    except Exception as error:  # protobuf's VersionError, which releases before 5.26 do not know
+    except Exception as error:  # protobuf's VersionError, a type that releases before 5.26 do not have
         line = " ".join(str(error).split())
         raise UsageError(f"sentencepiece needs a newer protobuf ({line}); pip install --upgrade protobuf") from error
     try:

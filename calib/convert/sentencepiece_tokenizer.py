@@ -1,4 +1,4 @@
-"""A SentencePiece byte pair encoding as a tokenizer of transformers that needs no remote code."""
+"""Rebuilds a SentencePiece byte pair encoding as a tokenizer of transformers that needs no remote code."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -15,14 +15,14 @@ SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
 def sentencepiece_tokenizer(path: Path, settings: Mapping[str, Any]) -> PreTrainedTokenizerFast:
-    """The tokenizer of a SentencePiece model file.
+    """Return the tokenizer of a SentencePiece model file.
 
     Args:
         path: the file.
-        settings: of its tokenizer_config.json: special tokens, `add_bos_token`, `add_eos_token` (false unless given),
+        settings: the content of tokenizer_config.json: special tokens, `add_bos_token`, `add_eos_token` (false unless given),
             `model_max_length`, `chat_template`.
 
-    Raises UsageError for a file that cannot be rebuilt.
+    Raises UsageError for a file from which the tokenizer cannot be rebuilt.
     """
     model = read_model(path)
     spec, prefix = model.normalizer_spec, model.normalizer_spec.add_dummy_prefix
@@ -41,7 +41,7 @@ def sentencepiece_tokenizer(path: Path, settings: Mapping[str, Any]) -> PreTrain
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *first]
     )
-    # Found whole in a text; those of spaces where these are written U+2581 already.
+    # User-defined pieces are matched whole in a text; pieces with spaces after these became U+2581.
     own = [piece.piece for piece in model.pieces if piece.type == piece.USER_DEFINED]
     if own and prefix:
         raise UsageError(
@@ -61,7 +61,7 @@ def sentencepiece_tokenizer(path: Path, settings: Mapping[str, Any]) -> PreTrain
 
 
 def merges(pieces: Iterable[Any]) -> list[tuple[str, str]]:
-    """Pairs of pieces that are joined, first come first: every way to split a piece, pieces of the highest score first."""
+    """Return the BPE merges in order of priority: every split of a piece in two pieces, pieces of the highest score first."""
     normal = [piece for piece in pieces if piece.type == piece.NORMAL]
     known = {piece.piece for piece in normal}
     return [
@@ -73,5 +73,5 @@ def merges(pieces: Iterable[Any]) -> list[tuple[str, str]]:
 
 
 def content(token: str | Mapping[str, Any]) -> str:
-    """A special token's text, which tokenizer_config.json gives alone or among its settings."""
+    """Return the text of a special token, given in tokenizer_config.json as a string or as an object with `content`."""
     return token if isinstance(token, str) else str(token["content"])

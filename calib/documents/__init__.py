@@ -1,1 +1,1 @@
-"""Texts to measure on: generated documents with questions, running text, and the split into training and evaluation."""
+"""Texts for fits and evaluations: generated documents with questions, running text, and the split into train and eval."""

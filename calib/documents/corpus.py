@@ -1,4 +1,4 @@
-"""Plain text: local files, or a data set of the Hugging Face hub; nothing is fetched unless named."""
+"""Reads plain text from local files, or from a data set of the Hugging Face hub if one is named."""
 
 import hashlib
 import re
@@ -8,33 +8,33 @@ from pathlib import Path
 from calib.errors import RunError, UsageError
 from calib.runtime.messages.printable import printable, shortened
 
-# WikiText keeps the spacing of its tokeniser: `role @-@ playing`, `Japan , it`. Written text has none of it.
+# WikiText keeps the spacing of its tokeniser: `role @-@ playing`, `Japan , it`. These patterns find it.
 JOINED = re.compile(r" @([-,.])@ ")
 BEFORE = re.compile(r" ([,.;:!?%)\]}]|'s\b|'t\b|'re\b|'ve\b|'d\b|'ll\b|'m\b|n't\b)")
 AFTER = re.compile(r"([(\[{$£]) ")
-REASON = 300  # characters of what the library says
+REASON = 300  # most characters of the library's message
 QUOTED = re.compile(r'(^| )" ([^"\n]*?) "(?= |$)', re.MULTILINE)
 
 
 def natural_spacing(text: str) -> str:
-    """The text with WikiText's tokenised spacing taken back to that of written English; line structure is kept."""
+    """Return the text with WikiText's tokenised spacing replaced by that of written English; line structure is kept."""
     text = JOINED.sub(r"\1", text)
-    text = QUOTED.sub(r'\1"\2"', text)  # before the commas, which close up to the quotation mark
+    text = QUOTED.sub(r'\1"\2"', text)  # before BEFORE, which joins a comma to the quotation mark in front of it
     text = BEFORE.sub(r"\1", text)
     return AFTER.sub(r"\1", text)
 
 
 @dataclass
 class TextSource:
-    """Where text comes from.
+    """A source of text: local files or a data set on the hub.
 
     Attributes:
-        text: local text files (UTF-8), read in this order; when any is given, the hub is not asked.
+        text: local text files (UTF-8), read in this order; if any is given, the hub is not used.
         name: data set on the Hugging Face hub.
-        config: its configuration.
-        split: its split.
+        config: the data set's configuration.
+        split: the data set's split.
         column: the column that holds the text.
-        natural_spacing: take WikiText's tokenised spacing (` @-@ `, ` ,`) back to written English on reading.
+        natural_spacing: replace WikiText's tokenised spacing (` @-@ `, ` ,`) by that of written English on reading.
     """
 
     text: list[Path] = field(default_factory=list)
@@ -45,7 +45,7 @@ class TextSource:
     natural_spacing: bool = True
 
     def read(self) -> str:
-        """The whole text. Raises UsageError for what is not there or empty, RunError for what the hub does not give."""
+        """Return the whole text. Raises UsageError if it is missing or empty, RunError if the hub does not give it."""
         text = "\n".join(read_file(path) for path in self.text) if self.text else self.read_hub()
         if not text.strip():
             raise UsageError(f"the corpus {self.label} is empty: name a file that holds text")
@@ -53,20 +53,20 @@ class TextSource:
 
     @property
     def label(self) -> str:
-        """What the source is called in provenance: file names or the hub's name, never a folder."""
+        """The source's name in provenance: file names, or name, config and split on the hub; never a folder."""
         if self.text:
             return ", ".join(path.name for path in self.text)
         return " ".join(str(part) for part in (self.name, self.config, self.split) if part)
 
     def read_hub(self) -> str:
-        """The split's column, joined."""
+        """Return the texts of the split's column, joined, each ending in a line break. Raises as `read`."""
         if not self.name:
             raise UsageError("no text: give local files (text: [FILE, ...]) or a hub data set (name: OWNER/NAME)")
         import datasets  # only when the hub is asked for
 
         try:
             rows = datasets.load_dataset(self.name, self.config, split=self.split)
-        except Exception as error:  # of many types: only its words tell a missing split from a missing network
+        except Exception as error:  # of many types; only the message tells a missing split from a missing network
             reason = shortened(f"{type(error).__name__}: {' '.join(str(error).split())}", REASON)
             raise RunError(
                 f"cannot get {self.label} ({reason}); check its name, config and split; "
@@ -84,7 +84,7 @@ class TextSource:
 
 
 def read_file(path: Path) -> str:
-    """A UTF-8 file; UsageError names the path when it cannot be read."""
+    """Return the text of a UTF-8 file; raises UsageError, which names the path, if it cannot be read."""
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -93,5 +93,5 @@ def read_file(path: Path) -> str:
 
 
 def text_hash(text: str) -> str:
-    """SHA-256 of the text, in hexadecimal."""
+    """Return the SHA-256 of the text's UTF-8 bytes, in hexadecimal."""
     return hashlib.sha256(text.encode()).hexdigest()

@@ -1,9 +1,9 @@
-"""Documents made on the spot, whose answers can be looked up in their own context: they teach and test retrieval.
+"""Generated documents whose answers can be looked up in their own context, to train and test retrieval.
 
-A document is a list of pieces; a piece is text and whether it is an answer, so that a loss or a score can be taken on
-the answers alone. Everything is a pure function of the `random.Random` that is passed in; `keyed_random` makes one from
-a seed. `split` tells training documents from evaluation documents, which share no pair of key and number and no two
-neighbouring keys (`calib.documents.splits`).
+A document is a sequence of pieces; a piece is text and whether it is an answer, so that a loss or a score can be computed on
+the answers alone. Every document depends only on the `random.Random` that is passed in; `keyed_random` makes one from a seed.
+`split` separates training documents from evaluation documents, which share no pair of key and number and no two neighbouring
+keys (`calib.documents.splits`).
 
     line rain: 4821          keyed lines, style "line"; style "plain" is `rain 4821`
     line milk: 1190          with numbers as keys: `line 307: 1190`
@@ -31,7 +31,7 @@ POOLS = {"words": WORDS, "numbers": NUMBERS}
 
 
 class Piece(NamedTuple):
-    """A stretch of a document and whether it is to be predicted."""
+    """A part of a document's text, and whether it is an answer, to be predicted."""
 
     text: str
     is_answer: bool
@@ -46,7 +46,7 @@ class RetrievalCase:
 
 
 def keyed_random(*key: object) -> random.Random:
-    """A generator that depends on the key alone, the same in every process (strings are seeded by their SHA-512)."""
+    """Return a generator seeded by `key` alone, the same in every process (Python seeds it by the text's SHA-512)."""
     return random.Random("/".join(map(str, key)))
 
 
@@ -61,8 +61,8 @@ def keyed_lines(
 ) -> Iterator[Piece]:
     """Yields `lines` keyed lines without a repeated key, `?`, and `queries` queries, each followed by its answer.
 
-    Queries go through the keys in random order, and come around in another order when there are more queries than
-    lines. Raises ValueError for counts that cannot be met.
+    Queries ask for the keys in random order; if there are more queries than lines, again in another order. Raises ValueError
+    for counts, a style or keys that are not possible.
     """
     if digits < 1 or queries < 0:
         raise ValueError(f"digits={digits}, queries={queries}: need at least 1 digit and no negative number of queries")
@@ -91,8 +91,8 @@ def needles(
     """Yields running text with one needle sentence at each of `depths`, `?`, and a question for each in random order.
 
     A needle names a word and a number: ` The number of rain is 4821.` Depth 0 is before the first sentence, 1 after
-    the last. `sentences` carry their own leading spaces (`RunningText`). Raises ValueError for a depth outside 0 to 1
-    and for no depth at all.
+    the last. `sentences` include their leading spaces (`RunningText`). Raises ValueError without depths, or for a depth
+    outside 0 to 1.
     """
     if not depths or not all(0 <= depth <= 1 for depth in depths):
         raise ValueError(f"depths={list(depths)}: at least one, each between 0 (the beginning) and 1 (the end)")
@@ -116,7 +116,7 @@ def needles(
 def copying(rng: random.Random, length: int, repeats: int = 1, split: Split = "train") -> Iterator[Piece]:
     """Yields a random sequence of `length` words and one- to four-digit numbers, then the same `repeats` more times.
 
-    Every repetition is an answer. Words are followed by numbers of the split's pairs.
+    Every repetition is an answer. A number's pair with the last word before it belongs to `split`.
     """
     if length < 1 or repeats < 0:
         raise ValueError(f"length={length}, repeats={repeats}: need at least 1 item and no negative number of repeats")
@@ -143,7 +143,7 @@ def retrieval_cases(
     split: Split = "eval",
     keys: Keys = "words",
 ) -> list[RetrievalCase]:
-    """`count` independent single-query cases; case i is a pure function of all arguments but `count`."""
+    """Return `count` independent cases with one query each; case i depends on all arguments but `count`."""
     cases = []
     for index in range(count):
         rng = keyed_random("retrieval", seed, index, lines, digits, style, split, keys)

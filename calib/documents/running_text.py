@@ -1,4 +1,4 @@
-"""Running text by the sentence: what needles are hidden in."""
+"""Running text split into sentences, between which needles are inserted."""
 
 import random
 import re
@@ -6,16 +6,16 @@ import re
 from transformers import PreTrainedTokenizerFast
 
 BOUNDARY = re.compile(r"(?<=[.!?]) (?=[A-Z\"(])")
-LONGEST = 128  # tokens; lists and tables without a full stop are no sentences
-AT_ONCE = 4000  # sentences; an encoding holds far more than its ids
+LONGEST = 128  # most tokens of a sentence; longer ones are lists or tables without a full stop
+AT_ONCE = 4000  # sentences tokenised at once; an encoding takes much more memory than its ids
 
 
 class RunningText:
-    """Consecutive sentences of a text, with the tokens each one takes.
+    """Consecutive sentences of a text, and the number of tokens of each.
 
     Args:
         tokenizer: of the model.
-        text: paragraphs by line. Sentences of more than 128 tokens are left out.
+        text: one paragraph per line. Sentences of more than 128 tokens are left out.
 
     Raises:
         ValueError: the text holds no sentence.
@@ -35,11 +35,11 @@ class RunningText:
             raise ValueError(f"the text has no sentence of at most {LONGEST} tokens to hide a needle in")
 
     def window(self, rng: random.Random, tokens: int) -> list[str]:
-        """Consecutive sentences from a random position, as many as fit into `tokens` tokens; after the last, the first."""
+        """Return consecutive sentences from a random one on, as many as fit into `tokens` tokens; the first follows the last."""
         return self.beginning(rng.randrange(len(self.sentences)), tokens)
 
     def beginning(self, index: int, tokens: int) -> list[str]:
-        """Consecutive sentences from sentence `index` on, as many as fit into `tokens` tokens; after the last, the first."""
+        """Return consecutive sentences from `index` on, as many as fit into `tokens` tokens; the first follows the last."""
         window = []
         while self.tokens[index] <= tokens:
             tokens -= self.tokens[index]
@@ -49,7 +49,7 @@ class RunningText:
 
 
 def sentences(text: str) -> list[str]:
-    """The text cut before the space in front of each sentence; joined they are the text again."""
+    """Return the sentences of a text, each with the space before it; joined they give the text again."""
     return [
         part if position == 0 else f" {part}"
         for paragraph in text.splitlines(keepends=True)

@@ -1,12 +1,12 @@
-"""What belongs to training and what to evaluation: two rules that no document breaks, whatever its seed.
+"""The split of generated documents into training and evaluation, by two rules that every document obeys, whatever its seed.
 
-1. A pair of key and number belongs to `eval` where (crc32(key) + number) mod 5 = 0 and to `train` elsewhere, so every
-   key has one eval number in five of any length.
-2. Two keys that stand in neighbouring lines belong to `eval` where crc32 of the two, in alphabetical order, is divisible
-   by 5, and to `train` elsewhere. No two neighbours of an evaluation document were neighbours in training; hence no
-   two lines of one were ever two lines in a row of the other, and an answer cannot have been learned with its position.
+1. A pair of key and number belongs to `eval` if (crc32(key) + number) mod 5 = 0, else to `train`. So for every key one number in
+   five of each length is an `eval` number.
+2. Two keys in neighbouring lines belong to `eval` if crc32 of the two, in alphabetical order, is divisible by 5, else to `train`.
+   So no two neighbouring lines of an evaluation document were neighbours in a training document, and an answer cannot have been
+   learned with its context.
 
-Keys themselves are shared: a key that was never trained on would measure its embedding only.
+The keys themselves are shared: a key that was never trained on would only test its untrained embedding.
 """
 
 import random
@@ -16,22 +16,22 @@ from typing import Literal
 
 Split = Literal["train", "eval"]
 EVAL_ONE_IN = 5
-LEAST_CHOICE = 60  # keys that remain to choose the last neighbour from: a dead end comes once in 0.8^-60 = 650,000
+LEAST_CHOICE = 60  # keys left to choose the last neighbour from: none fits in one of 0.8^-60 = 650,000 cases
 ATTEMPTS = 100
 
 
 def split_of(key: str, number: str) -> Split:
-    """The one split to which the pair of key and number belongs."""
+    """Return the split to which the pair of key and number belongs."""
     return "eval" if (zlib.crc32(key.encode()) + int(number)) % EVAL_ONE_IN == 0 else "train"
 
 
 def split_of_neighbours(one: str, other: str) -> Split:
-    """The one split in whose documents the two keys may stand in neighbouring lines, in either order."""
+    """Return the split in whose documents the two keys may be in neighbouring lines, in either order."""
     return "eval" if zlib.crc32(" ".join(sorted((one, other))).encode()) % EVAL_ONE_IN == 0 else "train"
 
 
 def number_for(rng: random.Random, key: str, digits: int, split: Split) -> str:
-    """A number of exactly `digits` digits (leading zeros allowed) whose pair with `key` belongs to `split`."""
+    """Return a random number of exactly `digits` digits (leading zeros allowed) whose pair with `key` belongs to `split`."""
     while True:  # one draw in five, or four in five, succeeds
         number = f"{rng.randrange(10**digits):0{digits}d}"
         if split_of(key, number) == split:
@@ -39,9 +39,9 @@ def number_for(rng: random.Random, key: str, digits: int, split: Split) -> str:
 
 
 def keys_for(rng: random.Random, pool: Sequence[str], count: int, split: Split) -> list[str]:
-    """`count` different keys of `pool` in random order, all neighbours of `split`.
+    """Return `count` different keys of `pool` in random order, with all pairs of neighbours in `split`.
 
-    Raises ValueError when `count` is below 1 or leaves too little choice for the last ones.
+    Raises ValueError if `count` is below 1 or above `len(pool) - 60`, or no order was found.
     """
     most = len(pool) - LEAST_CHOICE
     if not 1 <= count <= most:
