@@ -1,1 +1,1 @@
-"""What a person sees of an artifact: the same tables in a terminal and on a page, the page with drawings."""
+"""Views of an artifact: tables in a terminal, and the same tables with drawings on an HTML page."""

@@ -1,4 +1,4 @@
-"""Where `klt` spends its bits: a table of layers at several budgets, and a drawing of the components at one."""
+"""The bit allocation of `klt`: a table of layers at several budgets, and a drawing of the components at one budget."""
 
 from collections.abc import Iterator
 
@@ -11,12 +11,12 @@ from calib.runtime.artifact.component_bits import MOST_BITS, ROLES, Allocation, 
 from calib.runtime.artifact.components import allocator, coding_of, has_losses, loss_at
 
 BUDGETS = (4.0, 2.0, 1.0)
-DRAWN = 2.0  # the budget of the drawing, or the least there is
-CELL, ROW, LETTER = 6, 14, 11  # of the drawing's own units
+DRAWN = 2.0  # budget of the drawing in bits per value, if heads can be coded with so few
+CELL, ROW, LETTER = 6, 14, 11  # width of a square, height of a row and of letters, in SVG units
 
 
 def has_bits(artifact: Artifact) -> bool:
-    """Whether `klt` could use the artifact: components of both streams, of heads that hold a word."""
+    """Return whether `klt` could use the artifact: it has components of keys and values, and heads are large enough."""
     coding = coding_of(artifact)
     if not all(artifact.has(coding.name(role, "errors")) for role in ROLES):
         return False
@@ -27,12 +27,12 @@ def has_bits(artifact: Artifact) -> bool:
 
 
 def drawn(budgets: Allocator) -> float:
-    """The budget of the drawing: heads of few channels have no narrower words."""
+    """Return the budget of the drawing; heads of few channels need more than `DRAWN` bits per value."""
     return max(DRAWN, budgets.least_bits)
 
 
 def bits_table(artifact: Artifact) -> Table:
-    """Bits per value of each layer's keys and values at each budget, and what loss the fit makes expect of the whole."""
+    """Return a table of bits per value of each layer's keys and values at each budget, and the expected loss in nats."""
     budgets = allocator(artifact)
     shown = drawn(budgets)
     told = sorted({shown, *(bits for bits in BUDGETS if bits >= budgets.least_bits)}, reverse=True)
@@ -51,14 +51,16 @@ def bits_table(artifact: Artifact) -> Table:
 
 
 def mean_bits(artifact: Artifact, allocation: Allocation, role: str, layer: int) -> float:
-    """Bits per value of a layer's keys or values."""
+    """Return the bits per value of a layer's keys or values."""
     heads, channels = artifact.tensor("values.klt.mean").shape[1:]
     return 16 * sum(allocation.streams[role][layer].counts) / (heads * channels)
 
 
 def bits_map(artifact: Artifact) -> str:
-    """The drawing: a row for each layer's keys and values, a square a component, the better ones to the left; full colour is 8
-    bits, the mean of the layer's heads."""
+    """Return the drawing as SVG: a row for each layer's keys and for its values, with a square for each component.
+
+    Components are in the artifact's order, most variance first; the colour is the mean bits of the layer's heads, full at 8.
+    """
     shown = drawn(allocator(artifact))
     allocation = allocator(artifact).at_bits(shown)
     layers, _, channels = artifact.tensor("values.klt.mean").shape
@@ -87,7 +89,7 @@ def _layer(allocation: Allocation, layer: int, channels: int, margin: int) -> It
 
 
 def _bits(allocation: Allocation, role: str, layer: int, channels: int) -> Tensor:
-    """Of each component, the mean of the heads."""
+    """Return the bits of each component, the mean of the layer's heads: float64 `[channels]`."""
     words = allocation.streams[role][layer]
     of_heads = [(words.bits_of(head) + [0] * channels)[:channels] for head in range(len(words.counts))]
     return torch.tensor(of_heads, dtype=torch.float64).mean(0)

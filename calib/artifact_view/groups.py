@@ -1,4 +1,4 @@
-"""The groups of layers that an artifact holds, with the figures of their dictionaries where the provenance has any."""
+"""The groups of layers in an artifact, with the figures of their dictionaries if the provenance has them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,15 +12,15 @@ LOSSES = ("initial_loss", "loss")
 
 @dataclass(frozen=True)
 class Group:
-    """One group of one stream.
+    """One group of layers of one stream.
 
     Attributes:
         name: such as `keys.0`.
         stream: `keys` or `values`.
-        layers: numbers of its layers, which follow one another.
-        atoms: of its dictionary, None where there is none.
-        channels: of an atom.
-        figures: of the fit, at least both losses; empty where the provenance has none.
+        layers: numbers of its layers, which are consecutive.
+        atoms: number of atoms of its dictionary; None without a dictionary.
+        channels: channels of an atom; None without a dictionary.
+        figures: the fit's figures, at least both losses; empty if the provenance has none.
     """
 
     name: str
@@ -32,7 +32,7 @@ class Group:
 
 
 def groups(artifact: Artifact) -> list[Group]:
-    """All groups, keys first."""
+    """Return all groups, those of keys first."""
     metrics = artifact.provenance.get("metrics")
     listed = metrics.get("dictionaries") if isinstance(metrics, dict) else None
     rows = [row for row in listed if is_group(row)] if isinstance(listed, list) else []
@@ -52,7 +52,7 @@ def groups(artifact: Artifact) -> list[Group]:
 
 
 def is_group(row: Any) -> bool:
-    """Whether `row` is the dict of a group's figures that `calib fit` writes."""
+    """Return whether `row` is a dict of a group's figures as `calib fit` writes it."""
     return (
         isinstance(row, dict)
         and row.get("stream") in STREAMS
@@ -63,5 +63,5 @@ def is_group(row: Any) -> bool:
 
 
 def is_number(value: object) -> bool:
-    """Whether it is a number that can be drawn; JSON's true and false are none."""
+    """Return whether `value` is a number that can be drawn (below 2^53, and no bool)."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 2**53

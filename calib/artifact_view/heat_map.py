@@ -1,4 +1,4 @@
-"""How far apart the layers of a stream lie, as an SVG drawing: one square a pair of layers, the groups outlined."""
+"""The divergences of a stream's layers as an SVG heat map: one square for each pair of layers, with groups outlined."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -6,20 +6,20 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-CELL = 20  # of the drawing's own units; it is scaled to the page
-LETTERS = 1 / 40  # of the drawing's width, at least: a phone shows it 360 pixels wide
-TICKS = 16  # layers named along an axis, at most
-WRITTEN = 12  # layers up to which every square has its number written in it
-DARK = 0.6  # share of the colour from which on it is written in the page's colour
+CELL = 20  # side of a square in SVG units; the drawing is scaled to the page
+LETTERS = 1 / 40  # least height of letters, as a share of the drawing's width, which is 360 pixels on a phone
+TICKS = 16  # most layers numbered along an axis
+WRITTEN = 12  # most layers with which every square has its value written in it
+DARK = 0.6  # share of full colour from which on the value is written in the page's background colour
 
 
 def heat_map(divergence: Tensor, groups: Sequence[Sequence[int]], stream: str) -> str:
-    """The drawing. The more colour, the further apart; full colour is ln 2.
+    """Return the drawing as SVG; colour is proportional to the divergence, full at ln 2.
 
     Args:
         divergence: `[layers, layers]`, 0 to ln 2.
-        groups: the layers of each, adjacent ones.
-        stream: for the drawing's name.
+        groups: the layers of each group, which are adjacent.
+        stream: `keys` or `values`, for the drawing's label.
     """
     layers = len(divergence)
     grid = Grid(CELL * 2 if layers <= WRITTEN else CELL, layers)
@@ -38,7 +38,7 @@ def heat_map(divergence: Tensor, groups: Sequence[Sequence[int]], stream: str) -
 
 @dataclass(frozen=True)
 class Grid:
-    """Where things are drawn: `cell` is the side of a square, `layers` how many there are in a row."""
+    """The drawing's geometry in SVG units: `cell` is the side of a square, `layers` the number of squares in a row."""
 
     cell: int
     layers: int
@@ -54,12 +54,12 @@ class Grid:
         return 5 * self.letter // 2
 
     def position(self, layer: int) -> int:
-        """Where the layer's squares begin."""
+        """Return the coordinate at which the layer's squares begin."""
         return self.margin + layer * self.cell
 
 
 def axes(grid: Grid) -> Iterator[str]:
-    """The layers' numbers above and to the left."""
+    """Yields the layers' numbers above and to the left."""
     near = grid.margin - grid.letter // 2
     for layer in range(0, grid.layers, math.ceil(grid.layers / TICKS)):
         middle = grid.position(layer) + grid.cell / 2
@@ -68,8 +68,8 @@ def axes(grid: Grid) -> Iterator[str]:
 
 
 def squares(divergence: Tensor, grid: Grid) -> Iterator[str]:
-    """One for each pair, with its number as a hint and, where there is room, written in it."""
-    rows, side = divergence.tolist(), grid.cell - 1  # a gap, so that equal squares are still told apart
+    """Yields a square for each pair, with its divergence as a tooltip and, if there are few layers, written in it."""
+    rows, side = divergence.tolist(), grid.cell - 1  # a gap, so that squares of one colour can be told apart
     for first, row in enumerate(rows):
         for second, value in enumerate(row):
             x, y = grid.position(second), grid.position(first)
@@ -87,7 +87,7 @@ def squares(divergence: Tensor, grid: Grid) -> Iterator[str]:
 
 
 def outlines(groups: Sequence[Sequence[int]], grid: Grid) -> Iterator[str]:
-    """A frame around the pairs of each group."""
+    """Yields a frame around the pairs of each group."""
     for number, layers in enumerate(groups):
         start, width = grid.position(layers[0]) - 0.5, len(layers) * grid.cell
         yield (

@@ -1,4 +1,4 @@
-"""The page of an artifact: one HTML file without scripts that asks the network for nothing."""
+"""The page of an artifact: one HTML file without scripts that loads nothing from the network."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,9 +17,9 @@ from calib.runtime.artifact.tensor_registry import STREAMS
 
 
 def page(artifact: Artifact, path: Path) -> str:
-    """The page for the artifact in the file `path`: tables, heat maps of divergences, bits of components, bars of losses.
+    """Return the page for the artifact in the file `path`: tables, heat maps of divergences, bits of components, loss bars.
 
-    Whatever comes out of the file is escaped, and a policy in the page forbids the browser to load anything.
+    All text from the file is escaped, and a content security policy forbids the browser to load anything.
     """
     first, *rest = tables(artifact, path)
     title = words(path.name)
@@ -33,7 +33,7 @@ def page(artifact: Artifact, path: Path) -> str:
 
 
 def drawings(artifact: Artifact, found: list[Group]) -> Iterator[str]:
-    """Divergences by stream, then losses, as far as the artifact has them."""
+    """Yields divergences by stream, bits of components and losses, as far as the artifact has them."""
     for stream in STREAMS:
         if artifact.has(f"{stream}.divergence"):
             layers = [group.layers for group in found if group.stream == stream]

@@ -1,4 +1,4 @@
-"""How the drawings of an artifact look."""
+"""The CSS of an artifact's page."""
 
 from calib.html_page.style import BASE
 

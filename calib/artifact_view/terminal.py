@@ -1,4 +1,4 @@
-"""Tables for a terminal of 80 columns, with rich where it is installed."""
+"""Prints tables for a terminal of 80 columns, with rich if it is installed."""
 
 import sys
 import textwrap
@@ -6,19 +6,19 @@ from collections.abc import Iterator, Sequence
 
 from calib.html_page.table import Table, printable
 
-WIDTH = 80  # columns of the narrowest terminal the tables are made for
+WIDTH = 80  # columns of the narrowest terminal that the tables fit
 
 
 def show(tables: Sequence[Table]) -> None:
-    """Prints all of them."""
+    """Prints all tables; tables by layer are split between columns to fit the width."""
     for table in tables:
         for part in columns_that_fit(table) if table.by_layer else (table,):
-            # Names and values come out of a file: a terminal's control characters in them must not reach the terminal.
+            # Names and values come from a file: their control characters must not reach the terminal.
             print_table(part.title, *([printable(cell) for cell in row] for row in (part.header, *part.rows)))
 
 
 def columns_that_fit(table: Table) -> Iterator[Table]:
-    """As many tables as keep within the width; the first column leads each."""
+    """Yields the table split into tables that fit the width, each with the first column in front."""
     columns = list(zip(table.header, *table.rows, strict=True))
     widths = [2 + max(map(len, column)) for column in columns]
     parts: list[list[int]] = [[]]
@@ -35,7 +35,7 @@ def columns_that_fit(table: Table) -> Iterator[Table]:
 
 
 def print_table(title: str, header: Sequence[str], *rows: Sequence[str]) -> None:
-    """Prints one table, with rich where it is installed."""
+    """Prints one table, with rich if it is installed."""
     try:
         from rich.console import Console
         from rich.table import Table as Drawn
@@ -55,7 +55,7 @@ def print_table(title: str, header: Sequence[str], *rows: Sequence[str]) -> None
 
 
 def print_plain(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """The same table in plain text: first column to the left, numbers to the right, a long last text folded."""
+    """Prints one table as plain text: first column left-aligned, others right-aligned; texts of a pair table are wrapped."""
     named = any(header)
     widths = [max(map(len, column)) for column in zip(*([header] if named else []), *rows, strict=True)]
     print(title)

@@ -1,1 +1,1 @@
-"""What other programs read, made from an artifact: one folder a format, each with a `command.run(argv) -> int`."""
+"""Exports from an artifact for other programs: one package for each format, with `command.run(argv) -> int`."""

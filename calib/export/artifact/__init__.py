@@ -1,1 +1,1 @@
-"""`calib export --format artifact`: the part of an artifact that some methods need, as a file of its own."""
+"""`calib export --format artifact`: writes the part of an artifact that some methods need as a separate artifact."""

@@ -1,7 +1,7 @@
-"""`calib export --format artifact`: an artifact with some of another one's tensors.
+"""`calib export --format artifact`: writes an artifact with some of another one's tensors.
 
-A fit measures what any method may ask for. What is shipped with a model, or lies in a repository, needs less: `klt` reads a
-fifth of what a fit with dictionaries writes.
+A fit writes the tensors of all methods. An artifact that is shipped for one method needs fewer: `klt` reads a fifth of the bytes
+that a fit with dictionaries writes.
 """
 
 import argparse
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Writes the file and says what is in it; raises `UsageError` or `ArtifactError`."""
+    """Writes the file and prints its tensors' names; raises `UsageError` or `ArtifactError`."""
     asked = parse(argv)
     path = artifact_file(asked.artifact)
     whole = load_artifact(path)
-    if os.path.exists(os.path.realpath(asked.output)):  # of `missing/../a` too, which is written as `a`
+    if os.path.exists(os.path.realpath(asked.output)):  # realpath, because `missing/../a` is written as `a`
         raise UsageError(f"--output {asked.output}: exists already; choose a name that is free")
     part = part_of(whole, asked.tensors)
     part.save(asked.output)
@@ -42,10 +42,10 @@ def run(argv: Sequence[str]) -> int:
 
 
 def part_of(artifact: "Artifact", patterns: Sequence[str]) -> "Artifact":
-    """The artifact with the tensors whose names fit one of `patterns` (`keys.klt.before.*`).
+    """Return the artifact with only the tensors whose names match one of `patterns` (such as `keys.klt.before.*`).
 
-    Its provenance says `tensors`: the patterns. Raises UsageError for a pattern that fits none, and for one tensor of two that
-    need each other.
+    The patterns are recorded in its provenance as `tensors`. Raises UsageError for a pattern that matches no tensor, and if a
+    tensor is taken without another that it needs.
     """
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in artifact.tensors):
@@ -66,7 +66,7 @@ def part_of(artifact: "Artifact", patterns: Sequence[str]) -> "Artifact":
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The options."""
+    """Return the parsed options."""
     parser = Parser(
         prog="calib export --format artifact",
         description="Write an artifact with some of another one's tensors: what the methods that you use read.",

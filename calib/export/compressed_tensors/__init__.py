@@ -1,1 +1,1 @@
-"""Calibrated fp8 scales of keys and values beside a model's weights, as vLLM reads them (`docs/engines.md`)."""
+"""Exports a checkpoint with calibrated fp8 scales of keys and values in the format that vLLM reads (`docs/engines.md`)."""

@@ -1,4 +1,4 @@
-"""Where a checkpoint's attention layers are: their names, from the model itself, built without its weights."""
+"""The names of a checkpoint's attention layers, found by building the model without its weights."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,7 +17,13 @@ from calib.runtime.artifact.fingerprint import PROJECTIONS
 
 @dataclass(frozen=True)
 class AttentionLayer:
-    """One attention layer. layer: its number. name: its module's, as the checkpoint's weights spell it."""
+    """One attention layer.
+
+    Attributes:
+        layer: its number.
+        name: its module's name, as in the names of the checkpoint's weights.
+        slides: whether it has a sliding window.
+    """
 
     layer: int
     name: str
@@ -25,10 +31,10 @@ class AttentionLayer:
 
 
 def model_without_weights(checkpoint: Checkpoint) -> PreTrainedModel:
-    """The model on the meta device, but for the weights of the key and value projections, by which it is recognised.
+    """Return the model on the meta device, with only the key and value projections loaded, which the fingerprint needs.
 
-    Quantised ones stay out: they are not what the fitted model computed with. Raises `UsageError` for what
-    transformers cannot build.
+    Quantised projections are not loaded, as they differ from the fitted model's. Raises `UsageError` if transformers
+    cannot build the model.
     """
     try:
         config = AutoConfig.from_pretrained(checkpoint.folder)
@@ -37,7 +43,7 @@ def model_without_weights(checkpoint: Checkpoint) -> PreTrainedModel:
             model = AutoModelForCausalLM.from_config(config)
     except UsageError:
         raise
-    except Exception as error:  # transformers raises many types; each means that this model cannot be had
+    except Exception as error:  # transformers raises many types; all mean that the model cannot be built
         reason = (str(error).strip().splitlines() or [""])[0]
         raise UsageError(f"--model {checkpoint.folder}: cannot be built ({type(error).__name__}: {reason})") from error
     if checkpoint.quantization is None:
@@ -49,7 +55,7 @@ def model_without_weights(checkpoint: Checkpoint) -> PreTrainedModel:
 
 
 def attention_layers(model: PreTrainedModel, checkpoint: Checkpoint) -> list[AttentionLayer]:
-    """The layers in the model's order; raises `UsageError` where the checkpoint has no weight of one by its name."""
+    """Return the layers in the model's order; raises `UsageError` if the checkpoint lacks a weight of one of them."""
     paths = {id(module): path for path, module in model.named_modules()}
     cached = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
     layers = []
@@ -69,12 +75,12 @@ def attention_layers(model: PreTrainedModel, checkpoint: Checkpoint) -> list[Att
 
 
 def projections(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
-    """Name and module of what `runtime.fingerprint` looks at."""
+    """Return names and modules of the projections whose weights are part of `calib.runtime.artifact.fingerprint`."""
     return ((path, module) for path, module in model.named_modules() if path.rpartition(".")[2] in PROJECTIONS)
 
 
 def stored_name(model: PreTrainedModel, name: str, checkpoint: Checkpoint) -> str:
-    """The name under which the checkpoint has the parameter `name`: the same, or the one transformers saves it by."""
+    """Return the name of the parameter `name` in the checkpoint: the same, or the one under which transformers saves it."""
     if name in checkpoint.files:
         return name
     (renamed,) = revert_weight_conversion(model, {name: torch.empty(0, device="meta")})

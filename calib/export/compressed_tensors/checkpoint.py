@@ -1,4 +1,4 @@
-"""A model's folder: its configuration, and which of its safetensors files holds which weight."""
+"""Reads a model's folder: its configuration, and the safetensors file of each weight."""
 
 import json
 from collections.abc import Mapping
@@ -15,18 +15,22 @@ CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
-# Where a configuration says how the weights are quantised; the second is an older name of the same.
+# Keys of a configuration that describe how the weights are quantised; the second is an older name of the first.
 QUANTIZATION = ("quantization_config", "compression_config")
 
-# Weights in other forms; whoever reads the checkpoint would have to choose between them and the safetensors.
+# Weights in other formats are left out, so that a reader of the export need not choose between them and the safetensors.
 OTHER_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx")
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A folder that was looked through.
+    """A model's folder with its configuration and index read.
 
-    config: what `config.json` says. files: the file of every weight, by name. total_size: bytes of all weights.
+    Attributes:
+        folder: of the model.
+        config: content of `config.json`.
+        files: name of the file of every weight, by the weight's name.
+        total_size: bytes of all weights.
     """
 
     folder: Path
@@ -36,11 +40,11 @@ class Checkpoint:
 
     @classmethod
     def open(cls, folder: Path) -> "Checkpoint":
-        """Reads configuration, index and headers; raises `UsageError` for what is no model of safetensors files."""
+        """Reads configuration, index and headers; raises `UsageError` if the folder is no model in safetensors files."""
         if not folder.is_dir():
             raise UsageError(f"--model {folder}: no such folder, expected a model's; download it first")
         config = read_json(folder / CONFIG)
-        if (folder / SINGLE).is_file():  # where both are there, transformers reads this one
+        if (folder / SINGLE).is_file():  # if a folder has both, transformers reads this one
             files: Any = dict.fromkeys(names(folder / SINGLE), SINGLE)
         elif (folder / INDEX).is_file():
             files = read_json(folder / INDEX).get("weight_map")
@@ -61,16 +65,16 @@ class Checkpoint:
 
     @property
     def quantization(self) -> Mapping[str, Any] | None:
-        """How the weights are quantised, in the words of whoever did it; None where they are not."""
+        """The configuration's description of how the weights are quantised; None if they are not."""
         return next((self.config[key] for key in QUANTIZATION if self.config.get(key)), None)
 
     def tensor(self, name: str) -> Tensor:
-        """A weight as it is stored, on the CPU; its bytes are read when they are used."""
+        """Return a weight as it is stored, on the CPU; memory-mapped, so its bytes are read when they are used."""
         with safe_open(self.folder / self.files[name], framework="pt") as file:
             return file.get_tensor(name)
 
     def companions(self) -> list[Path]:
-        """What lies beside the weights: tokenizer, generation settings, templates. No folders, no hidden files."""
+        """Return the other files of the folder (tokenizer, generation settings, templates), without folders and hidden files."""
         files = [path for path in sorted(self.folder.iterdir()) if path.is_file() and not path.name.startswith(".")]
         return [
             path
@@ -82,7 +86,7 @@ class Checkpoint:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; raises `UsageError`."""
+    """Return the object in a JSON file; raises `UsageError` if it cannot be read or holds anything else."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -93,7 +97,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def names(path: Path) -> list[str]:
-    """The tensors of a safetensors file; raises `UsageError`."""
+    """Return the names of a safetensors file's tensors; raises `UsageError` if it cannot be read."""
     try:
         with safe_open(path, framework="pt") as file:
             return list(file.keys())
@@ -102,6 +106,6 @@ def names(path: Path) -> list[str]:
 
 
 def size(path: Path) -> int:
-    """Bytes of a safetensors file's tensors: all but the header and the 8 bytes of its length."""
+    """Return the bytes of a safetensors file's tensors: all but the header and the 8 bytes of its length."""
     with path.open("rb") as file:
         return path.stat().st_size - 8 - int.from_bytes(file.read(8), "little")

@@ -1,4 +1,4 @@
-"""`calib export --format compressed-tensors`: a model's checkpoint with calibrated fp8 scales of keys and values."""
+"""`calib export --format compressed-tensors`: writes a checkpoint with calibrated fp8 scales of keys and values."""
 
 import argparse
 import os
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from calib.export.compressed_tensors.attention_layers import AttentionLayer
     from calib.runtime import Artifact
 
-HEADROOM = (1.0, 16.0)  # with 16, values down to 2^-10 of the calibrated range are normal numbers still
+HEADROOM = (1.0, 16.0)  # least and most; at 16, values down to 2^-10 of the calibrated range are still normal numbers
 
 
 def run(argv: Sequence[str]) -> int:
-    """Writes the folder and says what is in it; raises `UsageError`, `RunError` or `ArtifactError`."""
+    """Writes the folder and prints a summary of the scales; raises `UsageError`, `RunError` or `ArtifactError`."""
     asked = parse(argv)
 
     from calib.capture.language_model import without_notes
@@ -52,7 +52,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The options, checked as far as that needs no model."""
+    """Return the options, after the checks that need no model."""
     parser = Parser(
         prog="calib export --format compressed-tensors",
         description="Write a checkpoint whose keys and values an engine such as vLLM stores in fp8, with calibrated scales.",
@@ -96,7 +96,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def report(
     artifact: "Artifact", layers: Sequence["AttentionLayer"], scales: Mapping[str, "Tensor"], granularity: str
 ) -> list[str]:
-    """What a person should know of the scales, and of the layers that are not like the others."""
+    """Return lines for the user: the ranges of the scales, unmeasured layers and sliding-window layers."""
     from calib.export.compressed_tensors.scales import PARAMETERS, unmeasured
 
     lines = [

@@ -1,4 +1,4 @@
-"""The files of the exported checkpoint: what is new, what is the model's, and the index that knows of both."""
+"""The files of the exported checkpoint: new ones, the model's own, and an index of both."""
 
 import json
 from collections.abc import Mapping
@@ -13,18 +13,17 @@ from calib.export.compressed_tensors.checkpoint import CONFIG, INDEX, SINGLE, Ch
 
 SHARD = "model-kv-scales.safetensors"
 
-# What a lone `model.safetensors` is called beside an index: where there is a file of that name transformers reads no
-# index, and would miss the scales.
+# A single `model.safetensors` is renamed so: if a file of that name exists, transformers reads no index and would miss the scales.
 BESIDE_INDEX = {SINGLE: "model-weights.safetensors"}
 
 
 def contents(
     checkpoint: Checkpoint, config: Mapping[str, Any], scales: Mapping[str, Tensor], whole: bool
 ) -> dict[str, bytes | Path]:
-    """Scales, configuration and index, and with `whole` what lies beside the model's weights.
+    """Return the new files by name: scales, configuration and index; with `whole` also the model's other files.
 
-    Without `whole` the index tells the weights by the names they have now: the three files are for the model's own folder.
-    Raises `UsageError` for a model that has tensors of these names already.
+    Weights are not among them. Without `whole` the index has the weights' present file names: the three files then belong into
+    the model's own folder. Raises `UsageError` if the model already has tensors with the names of the scales.
     """
     taken = sorted(scales.keys() & checkpoint.files.keys())
     if taken:
@@ -45,7 +44,7 @@ def contents(
 
 
 def weights(checkpoint: Checkpoint) -> dict[str, Path]:
-    """The model's own files of weights, by the names they have beside an index."""
+    """Return the model's weight files, by the names that they get beside an index."""
     return {BESIDE_INDEX.get(file, file): checkpoint.folder / file for file in sorted(set(checkpoint.files.values()))}
 
 

@@ -1,4 +1,4 @@
-"""Writing a folder of files, of which some are links: there whole or not at all."""
+"""Writes a folder of files, some of them hard links, completely or not at all."""
 
 import os
 import shutil
@@ -10,10 +10,14 @@ from calib.runtime.files.atomic_file import new_folder
 
 
 def write_folder(output: Path, contents: Mapping[str, bytes | Path], links: Mapping[str, Path]) -> None:
-    """Makes the folder `output`, which must not be there.
+    """Creates the folder `output`, which must not exist.
 
-    `contents` are bytes and files to be copied. `links` are files to be hard links, which take no room, or copies where
-    the file system has no links to give. Raises `RunError`; nothing is left then.
+    Args:
+        output: the folder.
+        contents: by file name, bytes to be written, or files to be copied.
+        links: by file name, files to be hard-linked, or copied if the file system does not allow links.
+
+    Raises `RunError` if it cannot be written; the folder is removed then.
     """
     try:
         with new_folder(output) as folder:
@@ -24,8 +28,8 @@ def write_folder(output: Path, contents: Mapping[str, bytes | Path], links: Mapp
                     shutil.copyfile(content, folder / name)
             for name, source in links.items():
                 try:
-                    os.link(os.path.realpath(source), folder / name)  # the hub's cache is symbolic links
-                except OSError:  # another file system, or one without links
+                    os.link(os.path.realpath(source), folder / name)  # files in the hub's cache are symbolic links
+                except OSError:  # another file system, or one without hard links
                     shutil.copyfile(source, folder / name)
     except OSError as error:
         raise RunError(f"{output}: cannot be written ({error.strerror}); choose a folder with room") from error

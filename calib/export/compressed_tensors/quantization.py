@@ -1,4 +1,4 @@
-"""`quantization_config` of a checkpoint's `config.json`, by the schema of compressed-tensors."""
+"""The `quantization_config` of a checkpoint's `config.json`, in the schema of compressed-tensors."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,10 +13,10 @@ STRATEGIES: Mapping[Granularity, str] = {"tensor": "tensor", "head": "attn_head"
 
 
 def with_scales(checkpoint: Checkpoint, granularity: Granularity) -> dict[str, Any]:
-    """The checkpoint's configuration, saying also that keys and values are fp8 with scales of this granularity.
+    """Return the checkpoint's configuration with a `kv_cache_scheme`: keys and values in fp8, scales of this granularity.
 
-    Raises `UsageError` for weights quantised by another library, whose configuration has no place for the scales, and for
-    a checkpoint that has some already.
+    Raises `UsageError` for weights quantised by another library, whose configuration cannot describe the scales, and for a
+    checkpoint that already has a `kv_cache_scheme`.
     """
     scheme = {
         "num_bits": 8,
@@ -28,7 +28,7 @@ def with_scales(checkpoint: Checkpoint, granularity: Granularity) -> dict[str, A
     }
     present = checkpoint.quantization
     if present is None:
-        # No weight is quantised. vLLM looks for `config_groups` before it tells its loader the number of heads.
+        # No weight is quantised, but vLLM needs `config_groups` to be present before it gives its loader the number of heads.
         present = {
             "config_groups": {},
             "format": "dense",

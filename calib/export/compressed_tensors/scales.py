@@ -1,14 +1,14 @@
 """Scales of fp8 keys and values from an artifact's channel ranges.
 
-The engine stores x / scale as float8 e4m3 (greatest value 448; what is beyond becomes 448) and reads code * scale. So
+The engine stores x / scale as float8 e4m3 (greatest value 448; larger ones become 448) and reads code * scale. So
 
     scale = headroom * max |x| / 448        over a layer, or over each of its KV heads
 
-The greatest |x| is the calibrators': nothing that calibration has seen is cut. It is the least error as well. An 8-bit float
-rounds relatively, 2^-4 at most from 2^-6 up to 448, so a smaller scale sharpens nothing and cuts the largest values, which
-is unlike integer codes: the artifact's clip factors are of 1- to 4-bit integers and have no part in this.
-`docs/engines.md` has the errors that were measured. For the same reason a larger scale, `headroom`, costs nothing until
-values fall below 2^-6 scales; it leaves room for text that is wilder than the calibration's.
+The maximum is that of the calibrated ranges, so no value of the calibration text is clipped. This scale also has the least error:
+an 8-bit float has a relative rounding error of at most 2^-4 between 2^-6 and 448, so a smaller scale improves no value and clips
+the largest ones. Integer codes differ in this; the artifact's clip factors are for codes of 1 to 4 bits and are not used here.
+`docs/engines.md` has measured errors. For the same reason a larger scale, `headroom`, costs nothing until values fall below 2^-6
+scales; it leaves room for text with larger keys and values than the calibration text.
 """
 
 from collections.abc import Sequence
@@ -25,14 +25,16 @@ Granularity = Literal["tensor", "head"]
 
 GREATEST = 448.0  # of float8_e4m3fn
 PARAMETERS = {"keys": "k_scale", "values": "v_scale"}  # of the attention module, in the checkpoint
-LEAST = torch.finfo(torch.float32).tiny  # a scale below it would be 0 on devices that flush subnormal numbers
+LEAST = torch.finfo(torch.float32).tiny  # a smaller scale would be 0 on devices that flush subnormal numbers
 
 
 def named_scales(
     artifact: Artifact, layers: Sequence[AttentionLayer], granularity: Granularity, headroom: float = 1.0
 ) -> dict[str, Tensor]:
-    """The tensors of the checkpoint: `MODULE.k_scale` and `MODULE.v_scale` of every layer, float32, `[1]` or
-    `[kv_heads, 1, 1]`."""
+    """Return the scales as tensors of the checkpoint: `MODULE.k_scale` and `MODULE.v_scale` of every layer.
+
+    They are float32, `[1]` (granularity `tensor`) or `[kv_heads, 1, 1]` (`head`).
+    """
     found = {stream: scales(artifact, stream, granularity, headroom) for stream in STREAMS}
     return {
         f"{layer.name}.{PARAMETERS[stream]}": found[stream][layer.layer].clone()
@@ -42,16 +44,16 @@ def named_scales(
 
 
 def greatest(artifact: Artifact, stream: str) -> Tensor:
-    """max |x| of every layer and KV head, `[layers, kv_heads]`, float32; raises `ArtifactError` without the ranges."""
+    """Return max |x| of every layer and KV head, float32 `[layers, kv_heads]`; raises `ArtifactError` without ranges."""
     low, high = (artifact.tensor(f"{stream}.{end}") for end in ("low", "high"))
     return torch.maximum(low.abs(), high.abs()).amax(-1)
 
 
 def scales(artifact: Artifact, stream: str, granularity: Granularity, headroom: float = 1.0) -> Tensor:
-    """The scales of `keys` or `values`, float32 `[layers, 1]` (tensor) or `[layers, kv_heads, 1, 1]` (head).
+    """Return the scales of `keys` or `values`, float32 `[layers, 1]` (tensor) or `[layers, kv_heads, 1, 1]` (head).
 
-    A head that was always 0 has its layer's scale; a layer that was always 0, or that calibration did not reach, has 1,
-    which is what an engine assumes where a checkpoint says nothing (`unmeasured` names it).
+    A head that was always 0 gets its layer's scale; a layer that was always 0, or had no samples (`unmeasured`), gets 1, which
+    engines also assume for layers without scales.
     """
     heads = greatest(artifact, stream)
     layer = heads.amax(-1, keepdim=True)
@@ -61,6 +63,6 @@ def scales(artifact: Artifact, stream: str, granularity: Granularity, headroom: 
 
 
 def unmeasured(artifact: Artifact) -> list[int]:
-    """The layers whose keys or values were nothing but 0: those that calibration did not reach."""
+    """Return the layers whose keys or values were all 0, as in layers without samples."""
     reached = torch.stack([greatest(artifact, stream).amax(-1) for stream in STREAMS]).amin(0) > 0
     return (~reached).nonzero().flatten().tolist()
