@@ -1,4 +1,4 @@
-"""Measured loss of each head's `klt` errors: the KL divergence with only that head's keys or values coded, against the prediction.
+"""Measured loss of each head's `klt` errors: the KL divergence with only that head's keys or values coded, over the predicted one.
 
 `klt` predicts the loss of an error from derivatives, which hold for small errors. At few bits errors are not small: a head that
 matters little gets few bits, and losing it costs less than predicted; other heads cost more. So the errors of each head's keys,

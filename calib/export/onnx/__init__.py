@@ -1,5 +1,6 @@
 """ONNX graphs of a method's arithmetic: tokens to packed fields, fields to tokens, and a decode step's attention over fields.
 
-`graph.py` is how a graph is written; every other file is the twin of one of `runtime/stages` or `kernels`, whose stages (bound
-to a layer by a method's plan) it reads, and writes the same operations in the same order, rounding by rounding.
+`graph.py` builds graphs. Most other modules are the ONNX counterpart of a module of `runtime/stages` or `kernels`: they read its
+stages, bound to a layer by a method's plan, and write the same operations in the same order, with the same roundings. Packed
+tokens are dicts of named tensors, the fields, as in the runtime. D is head_dim, T the number of tokens.
 """

@@ -1,8 +1,8 @@
-"""A decode step's attention over packed tiers and an exact window, in one graph: the twin of `runtime/attend/attend.py`
+"""A decode step's attention over packed tiers and an exact window, in one graph: the counterpart of `runtime/attend/attend.py`
 without its tiles.
 
-Tokens come in one order in all that follows: tier by tier, then the window. Keys and values may divide them differently
-between tier and window (KIVI's do), as long as both have as many in all.
+Tokens are always in the same order: tier by tier, then the window. Keys and values may have different numbers of tokens in tier
+and window (as in KIVI), as long as their totals are equal.
 """
 
 import numpy as np
@@ -16,10 +16,10 @@ TINY = float(np.finfo(np.float32).tiny)
 
 
 def attend_graph(layer: Layer) -> Graph:
-    """Query, fields of every tier, window and mask -> output and log-sum-exp."""
+    """Return the graph from query, fields of every tier, window and mask to attention output and log-sum-exp."""
     graph, (heads, channels) = Graph(), layer.shape
     query = graph.input("query", np.float32, ("batch", "heads", "rows", channels))
-    # Query rows of a KV head: its group's heads, then their rows.
+    # The query rows of a KV head: for each query head of its group, that head's rows.
     grouped = query.reshape(0, heads, -1, channels) * (channels**-0.5)
     keys = [_Part(graph, tier, tier.keys, layer.before_rope) for tier in layer.tiers]
     of_keys = [{f"keys.{name}": field for name, field in part.block.items()} for part in keys]
@@ -34,7 +34,7 @@ def attend_graph(layer: Layer) -> Graph:
     seen = mask.reshape(mask.size(0), 1, 1, mask.size(1), mask.size(2))
     by_head = scores.reshape(0, heads, -1, query.size(2), mask.size(2))
     by_row = graph.where(seen, by_head, -np.inf).reshape(scores.shape())
-    # A row that meets no token has no maximum; a finite stand-in makes its weights 0 instead of NaN.
+    # A fully masked row has the maximum -inf; replacing it by a finite number makes the row's weights 0 instead of NaN.
     top = by_row.max(3).at_least(LEAST)
     weights = (by_row - top).op("Exp")
     mass = weights.sum(3)
@@ -54,7 +54,10 @@ def attend_graph(layer: Layer) -> Graph:
 
 
 class _Part:
-    """A stream of a tier, as the inputs of one graph."""
+    """Keys or values of a tier, as inputs of the graph.
+
+    `rotated`: keys are stored before RoPE; the graph gets their `cos` and `sin` as inputs.
+    """
 
     def __init__(self, graph: Graph, tier: Tier, stream: Stream, rotated: bool) -> None:
         prefix, self.stream = f"{tier.name}{stream.role}.", stream
@@ -68,11 +71,11 @@ class _Part:
             self.cos_sin = [graph.input(f"{prefix}{name}", np.float32, shape) for name in ("cos", "sin")]
 
     def tokens(self) -> Value:
-        """How many."""
+        """Return the number of tokens, int64 `[1]`."""
         return next(iter(self.block.values())).size(2)
 
     def scores(self, query: Value) -> Value:
-        """q.k^ of every token, `[batch, kv_heads, rows, tokens]`."""
+        """Return q.k^ of every token, `[batch, kv_heads, rows, tokens]`."""
         writer = self.stream.writer
         if writer is None:
             return query @ self.block["exact"].permute(0, 1, 3, 2)
@@ -83,7 +86,7 @@ class _Part:
         return scores if constant is None else scores + constant
 
     def mix(self, weights: Value) -> Value:
-        """sum_t p_t v^_t."""
+        """Return sum_t p_t v^_t for attention weights p, `[batch, kv_heads, rows, D]`."""
         writer = self.stream.writer
         if writer is None:
             return weights @ self.block["exact"]
@@ -91,7 +94,7 @@ class _Part:
 
 
 def _rotated(keys: Value, cos: Value, sin: Value) -> Value:
-    """Half-split RoPE of the first channels, twice as many as `cos` has."""
+    """Return keys with half-split RoPE applied to their first 2 n channels, n being the channels of `cos`."""
     half = cos.size(3)
     first, second, rest = keys.part(3, 0, half), keys.part(3, half, half * 2), keys.part(3, half * 2, 2**31 - 1)
     return keys.graph.join([first * cos - second * sin, second * cos + first * sin, rest], 3)

@@ -1,4 +1,4 @@
-"""Which twin writes a codec of the runtime."""
+"""Chooses the writer, a class that builds ONNX nodes, for a codec of the runtime."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ from calib.runtime.stages.codec import Codec
 Alone = Uniform | Pairs | Scaled | WordCodesWriter | SizedWords
 Writer = Alone | Repaired | Blocks
 
-# What writes a codec, by what the codec calls it (`Codec.onnx_writer`).
+# Writers by the name in `Codec.onnx_writer`.
 WRITERS: dict[str, type[Any]] = {
     "uniform": Uniform,
     "pairs": Pairs,
@@ -30,10 +30,15 @@ WRITERS: dict[str, type[Any]] = {
 
 
 def writer_of(codec: Codec, shape: Shape, fp32_params: bool, block: int | None = None) -> Writer:
-    """The writer of `codec`, for each `block` of tokens apart where these are segments.
+    """Return the writer of `codec`.
 
-    `fp32_params`: numbers that share a group are float32. Raises ValueError for a codec that nothing writes, and for atoms
-    sampled from each row's prompt.
+    Args:
+        codec: bound to a layer.
+        shape: KV heads and channels.
+        fp32_params: store parameters (scales, zero points and the like) in float32 instead of float16.
+        block: tokens of a block, if blocks are segments with their own parameters; None: one segment per row.
+
+    Raises ValueError for a codec without a writer, and for atoms sampled from each row's prompt.
     """
     writer: Alone | Repaired = _alone(codec.uncorrected, shape, fp32_params)
     if (own := codec.corrections) is not None:

@@ -1,4 +1,4 @@
-"""How coefficients of a sparse representation are kept: the twin of `runtime/stages/codec/coefficients.py`."""
+"""Storage of a sparse representation's coefficients: the counterpart of `runtime/stages/codec/coefficients.py`."""
 
 import numpy as np
 import torch
@@ -11,7 +11,7 @@ from calib.runtime.stages.codec import Sparse
 
 
 def kept(codec: Sparse, fp32_params: bool) -> dict[str, tuple[type, int]]:
-    """dtype and width of each field of a token's coefficients."""
+    """Return dtype and width of each field of a token's coefficients."""
     form, half = codec.coefficients.form, kept_dtype(fp32_params)
     if isinstance(form, int):
         return {"coefficients": (np.uint8, bytes_per_token(codec.pairs, form)), "scale": (half, 1)}
@@ -19,7 +19,7 @@ def kept(codec: Sparse, fp32_params: bool) -> dict[str, tuple[type, int]]:
 
 
 def encoded(coefficients: Value, codec: Sparse, fp32_params: bool) -> dict[str, Value]:
-    """float32 `[..., pairs]` -> fields."""
+    """Return the fields of coefficients, float32 `[..., pairs]`."""
     form, where = codec.coefficients.form, coefficients.graph.where
     if form == "fp16":
         return {"coefficients": stored(coefficients, fp32_params)}
@@ -34,7 +34,7 @@ def encoded(coefficients: Value, codec: Sparse, fp32_params: bool) -> dict[str, 
 
 
 def decoded(block: dict[str, Value], codec: Sparse) -> Value:
-    """Fields -> float32 `[..., pairs]`."""
+    """Return the coefficients of the fields, float32 `[..., pairs]`."""
     form, numbers = codec.coefficients.form, block["coefficients"]
     if form == "fp16":
         return numbers.cast(np.float32)
@@ -46,15 +46,15 @@ def decoded(block: dict[str, Value], codec: Sparse) -> Value:
 
 
 def _float8(x: Value) -> Value:
-    """e4m3 by counting: the code of |x| is how many borders between neighbouring numbers lie below it."""
+    """Return the e4m3 codes of x: the code of |x| is the number of midpoints between neighbouring e4m3 numbers below it."""
     numbers = _float8_numbers(127)  # 0 ... 448, in the order of their codes
     borders = ((numbers[1:].astype(np.float64) + numbers[:-1]) / 2).astype(np.float32)
-    # Half-way goes to the even code: where that is the upper one, the border itself counts as above.
+    # Ties go to the even code: if that is the upper one, its midpoint is lowered so that |x| equal to it counts as above.
     borders[1::2] = np.nextafter(borders[1::2], np.float32(0))
     count = (x.abs().reshape(0, 0, 0, -1, 1) > borders).cast(np.int32).sum(4, keep=False)
     return (count + (x < 0.0).cast(np.int32) * 128).cast(np.uint8)
 
 
 def _float8_numbers(count: int) -> np.ndarray:
-    """The numbers of the first `count` codes, float32."""
+    """Return the e4m3 numbers of the first `count` codes, float32."""
     return torch.arange(count, dtype=torch.uint8).view(torch.float8_e4m3fn).float().numpy()

@@ -1,4 +1,4 @@
-"""`calib export --format onnx`: a method's encoding, decoding and attention step as ONNX graphs, one folder of files."""
+"""`calib export --format onnx`: writes a method's encoding, decoding and attention step as ONNX files in one folder."""
 
 import argparse
 import hashlib
@@ -19,7 +19,7 @@ MISSING = "calib export --format onnx needs the package onnx: pip install 'calib
 
 
 def run(argv: Sequence[str]) -> int:
-    """Writes the graphs of one layer, or of all, and prints what each takes and gives."""
+    """Writes the graphs of one layer, or of all, and prints the inputs and outputs of each."""
     parser = Parser(
         prog="calib export --format onnx",
         description="Write a method's encode, decode and attend graphs, with the artifact's numbers in them.",
@@ -52,7 +52,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def read_request(asked: argparse.Namespace, rest: Sequence[str]) -> "Request":
-    """The method, its options and what they are bound to; every mistake is found before a file is written."""
+    """Return the request: method, options, artifact and model shape. Raises UsageError before any file is written."""
     from calib.export.onnx.models import Request
     from calib.runtime.methods import Geometry, options_of
 
@@ -74,7 +74,7 @@ def read_request(asked: argparse.Namespace, rest: Sequence[str]) -> "Request":
 
 
 def geometry_of(model: str) -> "Geometry":
-    """The shape in a model's configuration; no weight is read."""
+    """Return the shape in a model's configuration, without reading weights; raises UsageError if there is none."""
     from transformers import AutoConfig
 
     from calib.capture.model_files import ModelFiles
@@ -88,14 +88,14 @@ def geometry_of(model: str) -> "Geometry":
         return Geometry.of(config.get_text_config(decoder=True))
     except UsageError:
         raise
-    except Exception as error:  # transformers raises many types; each means that this configuration cannot be had
+    except Exception as error:  # transformers raises many types; all mean that the configuration cannot be read
         raise UsageError(
             f"--model {model}: no configuration of a model could be read ({type(error).__name__})"
         ) from error
 
 
 def write(request: "Request", layers: Sequence[int], folder: Path) -> int:
-    """All models are made and checked before the first is written; each file is the old one or the new one."""
+    """Builds and checks the models of all layers, then writes each atomically and prints its inputs and outputs."""
     from calib.runtime.files.atomic_file import write_atomically
 
     models: dict[str, Any] = {}
@@ -119,7 +119,7 @@ def write(request: "Request", layers: Sequence[int], folder: Path) -> int:
 
 
 def described(value: Any) -> str:
-    """`keys float [batch, 2, tokens, 64]`."""
+    """Return an input or output in words, such as `keys float [batch, 2, tokens, 64]`."""
     import onnx
 
     kind = value.type.tensor_type

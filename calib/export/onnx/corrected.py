@@ -1,4 +1,4 @@
-"""A codec and what repairs it: the twin of `runtime/stages/codec/corrected.py`."""
+"""A codec with corrections: the counterpart of `runtime/stages/codec/corrected.py`."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ from calib.runtime.stages.codec.corrected import LOW_RANK, OUTLIERS, OVERFLOWED,
 
 @dataclass(frozen=True)
 class Repaired:
-    """x^ = D + L + Q + S: `codec` with outliers, a low-rank part, its residual quantised once more, or several of these."""
+    """x^ = D + L + Q + S: `codec` D with one or more of a low-rank part L, a quantised residual Q and outliers S."""
 
     codec: Uniform | Pairs | Scaled
     outliers: ExactEntries | None
@@ -23,18 +23,21 @@ class Repaired:
 
     @property
     def shape(self) -> Shape:
-        """The codec's."""
+        """KV heads and channels."""
         return self.codec.shape
 
     def fields(self) -> Fields:
-        """The codec's, and those of each part under its prefix."""
+        """Return the codec's fields, and those of each correction under its prefix."""
         fields = self.codec.fields()
         for prefix, part in self._parts():
             fields |= {prefix + name: field for name, field in part.fields().items()}
         return fields
 
     def encode(self, x: Value) -> dict[str, Value]:
-        """float32 `[batch, kv_heads, T, D]`, one segment a row -> fields, and how many entries beyond a threshold found no slot."""
+        """Return the fields of x, float32 `[batch, kv_heads, T, D]`, one segment per row.
+
+        With thresholds, `OVERFLOWED` is the number of entries beyond them that are not stored because all slots are used.
+        """
         found = None if self.outliers is None else self.outliers.find(x)
         filled = x if found is None or self.outliers is None else self.outliers.filled(x, found)
         block = self.codec.encode(filled)
@@ -51,7 +54,7 @@ class Repaired:
         return block
 
     def decode(self, block: dict[str, Value]) -> Value:
-        """x^, float32 `[batch, kv_heads, T, D]`."""
+        """Return x^, float32 `[batch, kv_heads, T, D]`."""
         x = self.codec.decode(block)
         for prefix, part in ((LOW_RANK, self.low_rank), (RESIDUAL, self.residual)):
             if part is not None:
@@ -59,7 +62,7 @@ class Repaired:
         return x if self.outliers is None else x + self._outlying(block)
 
     def scores(self, query: Value, block: dict[str, Value]) -> Value:
-        """q.D + (q B) A^T + q.Q + q.S, the last from a sparse matrix of the segment's size."""
+        """Return q.x^ = q.D + (q B) A^T + q.Q + q.S, with S expanded to a matrix of the segment's size."""
         scores = self.codec.scores(query, block)
         for prefix, part in ((LOW_RANK, self.low_rank), (RESIDUAL, self.residual)):
             if part is not None:
@@ -67,7 +70,7 @@ class Repaired:
         return scores if self.outliers is None else scores + query @ self._outlying(block).permute(0, 1, 3, 2)
 
     def mix(self, weights: Value, block: dict[str, Value]) -> Value:
-        """p.D + (p A) B^T + p.Q + p.S."""
+        """Return p.x^ = p.D + (p A) B^T + p.Q + p.S for attention weights p."""
         mixed = self.codec.mix(weights, block)
         for prefix, part in ((LOW_RANK, self.low_rank), (RESIDUAL, self.residual)):
             if part is not None:
@@ -75,7 +78,7 @@ class Repaired:
         return mixed if self.outliers is None else mixed + weights @ self._outlying(block)
 
     def _outlying(self, block: dict[str, Value]) -> Value:
-        """The outliers' distances where they belong, `[batch, kv_heads, T, D]`."""
+        """Return S: the outliers' deltas at their positions, 0 elsewhere, `[batch, kv_heads, T, D]`."""
         assert self.outliers is not None
         codes = block["words"] if "words" in block else block["indices"]
         return self.outliers.decode(_part(OUTLIERS, block), codes.size(2))

@@ -1,11 +1,11 @@
-"""Writing an ONNX graph as one writes tensor code: a `Value` has operators and a dtype, a `Graph` keeps what was written.
+"""Builds ONNX graphs in the style of tensor code: operators on a `Value` append nodes to its `Graph`.
 
     graph = Graph()
     x = graph.input("keys", np.float32, ("batch", 2, "tokens", 64))
     graph.output("doubled", x * 2, ("batch", 2, "tokens", 64))
 
-Integers are int32 (ONNX shifts take unsigned types alone, and runtimes implement few of those): a shift is a product or a
-quotient by a power of two, a mask is BitwiseAnd. Only the shapes of constants are known here; axes are counted from 0.
+Integers are int32. ONNX shifts take only unsigned types, few of which runtimes implement, so a shift is a product with or a
+quotient by a power of two; a mask is BitwiseAnd. Shapes of values are not tracked, so axes must be counted from 0.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +17,7 @@ import onnx
 from onnx import helper, numpy_helper
 
 OPSET = 18  # the first with BitwiseAnd
-IR_VERSION = 8  # of the same release: older runtimes read it
+IR_VERSION = 8  # of the same ONNX release, so that older runtimes can read it
 
 Number = Union["Value", int, float, np.ndarray]
 Dim = Union["Value", int]
@@ -25,7 +25,7 @@ Dim = Union["Value", int]
 
 @dataclass(frozen=True, eq=False)
 class Value:
-    """A tensor of a graph: its name there and its numpy dtype."""
+    """A tensor of a graph, with its name and numpy dtype."""
 
     graph: "Graph"
     name: str
@@ -74,99 +74,99 @@ class Value:
         return self.graph.op(kind, self, self.graph.like(other, self.dtype), dtype=dtype)
 
     def op(self, kind: str, *others: "Value", dtype: Any = None, **attributes: Any) -> "Value":
-        """The operator `kind` of this and `others`; its dtype is this one's where none is given."""
+        """Return the ONNX operator `kind` applied to this and `others`; `dtype` is the result's, by default this one's."""
         return self.graph.op(kind, self, *others, dtype=dtype, **attributes)
 
     def cast(self, dtype: Any) -> "Value":
-        """In another dtype; floats are rounded to nearest even, and cut off towards 0 on their way to integers."""
+        """Return the value cast to `dtype`: floats to floats are rounded to nearest even, floats to integers towards 0."""
         to = np.dtype(dtype)
         return self if to == self.dtype else self.op("Cast", dtype=to, to=helper.np_dtype_to_tensor_dtype(to))
 
     def reshape(self, *dims: Dim) -> "Value":
-        """0 keeps the axis at that position, -1 is what is left."""
+        """Reshape; 0 keeps the length of the axis at that position, -1 is inferred."""
         return self.op("Reshape", self.graph.dims(dims))
 
     def reshape_to(self, *dims: Dim) -> "Value":
-        """To lengths of which any may be 0."""
+        """Reshape to lengths of which any may be 0."""
         return self.op("Reshape", self.graph.dims(dims), allowzero=1)
 
     def expand(self, *dims: Dim) -> "Value":
-        """Broadcast against a shape: numbers, or one tensor of them."""
+        """Broadcast against a shape, given as lengths or one tensor of lengths."""
         return self.op("Expand", self.graph.dims(dims))
 
     def permute(self, *axes: int) -> "Value":
-        """Axes in another order."""
+        """Permute the axes."""
         return self.op("Transpose", perm=axes)
 
     def shape(self) -> "Value":
-        """The lengths of all axes, int64."""
+        """Return the lengths of all axes, int64 `[rank]`."""
         return self.op("Shape", dtype=np.int64)
 
     def size(self, axis: int) -> "Value":
-        """The length of an axis, int64 `[1]`."""
+        """Return the length of an axis, int64 `[1]`."""
         return self.op("Shape", dtype=np.int64, start=axis, end=axis + 1)
 
     def part(self, axis: int, start: Dim, stop: Dim) -> "Value":
-        """Entries `start` to before `stop` of an axis."""
+        """Return entries `start` ... `stop` - 1 of an axis."""
         return self.op("Slice", *(self.graph.dims([end]) for end in (start, stop, axis)))
 
     def split(self, axis: int, sizes: Sequence[Dim]) -> list["Value"]:
-        """Runs of these lengths of an axis."""
+        """Split an axis into parts of these lengths."""
         if len(sizes) == 1:
             return [self]
         return self.graph.ops("Split", self, self.graph.dims(sizes), outputs=len(sizes), axis=axis)
 
     def pad(self, axis: int, rank: int, missing: Dim) -> "Value":
-        """`missing` zeros behind an axis of a tensor with `rank` axes."""
+        """Append `missing` zeros to an axis of a tensor with `rank` axes."""
         ends = [0] * (2 * rank)
         return self.op("Pad", self.graph.dims([*ends[: rank + axis], missing, *ends[rank + axis + 1 :]]))
 
     def sum(self, *axes: int, keep: bool = True) -> "Value":
-        """Over axes."""
+        """Sum over axes."""
         return self._reduced("ReduceSum", axes, keep)
 
     def max(self, *axes: int, keep: bool = True) -> "Value":
-        """Over axes."""
+        """Maximum over axes."""
         return self._reduced("ReduceMax", axes, keep)
 
     def min(self, *axes: int, keep: bool = True) -> "Value":
-        """Over axes."""
+        """Minimum over axes."""
         return self._reduced("ReduceMin", axes, keep)
 
     def _reduced(self, kind: str, axes: Sequence[int], keep: bool) -> "Value":
         return self.op(kind, self.graph.dims(axes), keepdims=int(keep))
 
     def argmax(self, axis: int) -> "Value":
-        """The first of the largest along an axis, which stays with length 1; int64."""
+        """Return the index of the first maximum along an axis, which is kept with length 1; int64."""
         return self.op("ArgMax", dtype=np.int64, axis=axis, keepdims=1, select_last_index=0)
 
     def abs(self) -> "Value":
-        """|x|."""
+        """Return |x|."""
         return self.op("Abs")
 
     def clamp(self, least: float | int, most: float | int) -> "Value":
-        """Into [least, most]."""
+        """Clamp to [least, most]."""
         return self.op("Clip", *(self.graph.like(end, self.dtype) for end in (least, most)))
 
     def at_least(self, least: float | int) -> "Value":
-        """max(x, least)."""
+        """Return max(x, least)."""
         return self._with("Max", least)
 
     def gather(self, axis: int, positions: "Value") -> "Value":
-        """Entries `positions` of an axis, one for each of them (torch's gather)."""
+        """Gather entries along an axis by an index tensor (as torch.gather)."""
         return self.op("GatherElements", positions, axis=axis)
 
     def entries(self, axis: int, numbers: Sequence[int]) -> "Value":
-        """Entries of an axis by number."""
+        """Select entries of an axis by constant indices."""
         return self.op("Gather", self.graph.constant(list(numbers), np.int64), axis=axis)
 
     def take(self, rows: "Value") -> "Value":
-        """Rows of axis 0 by number."""
+        """Select entries of axis 0 by the indices `rows`."""
         return self.op("Gather", rows, axis=0)
 
 
 class Graph:
-    """Nodes in the order they were written, constants once each, inputs and outputs."""
+    """A graph under construction: nodes in the order of their calls, deduplicated constants, inputs and outputs."""
 
     def __init__(self) -> None:
         self.nodes: list[onnx.NodeProto] = []
@@ -176,18 +176,18 @@ class Graph:
         self._count = 0
 
     def input(self, name: str, dtype: Any, shape: Sequence[int | str]) -> Value:
-        """An input; a word in `shape` names an axis of any length."""
+        """Add an input; a string in `shape` names an axis of any length."""
         self.inputs.append(helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(np.dtype(dtype)), shape))
         return Value(self, name, np.dtype(dtype))
 
     def output(self, name: str, value: Value, shape: Sequence[int | str]) -> None:
-        """`value` under a name of its own."""
+        """Add `value` as the output `name`."""
         self.nodes.append(helper.make_node("Identity", [value.name], [name]))
         kind = helper.np_dtype_to_tensor_dtype(value.dtype)
         self.outputs.append(helper.make_tensor_value_info(name, kind, shape))
 
     def constant(self, array: Any, dtype: Any = None) -> Value:
-        """An initialiser."""
+        """Return `array` as an initialiser; equal constants are stored once."""
         data = np.ascontiguousarray(array, dtype) if np.ndim(array) else np.array(array, dtype)
         key = (data.dtype.str, data.shape, data.tobytes())
         if key not in self._constants:
@@ -196,32 +196,32 @@ class Graph:
         return self._constants[key][0]
 
     def like(self, number: Number, dtype: Any) -> Value:
-        """A value as it is; anything else as a constant of `dtype`."""
+        """Return a `Value` as it is, a number or array as a constant of `dtype`."""
         return number if isinstance(number, Value) else self.constant(number, dtype)
 
     def dims(self, dims: Sequence[Dim]) -> Value:
-        """Lengths as one int64 tensor."""
+        """Return lengths (numbers or int64 `[1]` values) as one int64 tensor."""
         if all(isinstance(dim, int) for dim in dims):
             return self.constant(list(dims), np.int64)
         parts = [dim if isinstance(dim, Value) else self.constant([dim], np.int64) for dim in dims]
         return parts[0] if len(parts) == 1 else self.join(parts, 0)
 
     def join(self, parts: Sequence[Value], axis: int) -> Value:
-        """Concatenation along an axis."""
+        """Concatenate along an axis."""
         return parts[0] if len(parts) == 1 else self.op("Concat", *parts, axis=axis)
 
     def where(self, condition: Value, yes: Number, no: Number) -> Value:
-        """Elementwise choice; one of the two is a value."""
+        """Choose elementwise; `yes` or `no` must be a `Value`, whose dtype the result has."""
         dtype = next(part.dtype for part in (yes, no) if isinstance(part, Value))
         return self.op("Where", condition, self.like(yes, dtype), self.like(no, dtype), dtype=dtype)
 
     def up_to(self, stop: Value) -> Value:
-        """0, 1 ... before `stop` (int64 `[1]`)."""
+        """Return 0, 1, ..., `stop` - 1, int64; `stop` is int64 `[1]`."""
         ends = (self.constant(0, np.int64), self.op("Squeeze", stop), self.constant(1, np.int64))
         return self.op("Range", *ends)
 
     def repeat(self, times: Value, start: Value, step: Callable[[Value], Value]) -> Value:
-        """`step` so many `times` (int64 `[1]`), from `start`."""
+        """Apply `step` to `start` `times` times (int64 `[1]`), as an ONNX Loop."""
         whole, self.nodes = self.nodes, []
         state, going = (self._new(dtype) for dtype in (start.dtype, np.bool_))
         ahead = self.op("Identity", going)
@@ -237,13 +237,13 @@ class Graph:
         return self.op("Loop", self.op("Squeeze", times), self.constant(True), start, dtype=start.dtype, body=body)
 
     def op(self, kind: str, *inputs: Value, dtype: Any = None, **attributes: Any) -> Value:
-        """One operator with one result."""
+        """Append an operator with one result; `dtype` is the result's, by default the first input's."""
         return self.ops(kind, *inputs, outputs=1, dtypes=[dtype], **attributes)[0]
 
     def ops(
         self, kind: str, *inputs: Value, outputs: int, dtypes: Sequence[Any] | None = None, **attributes: Any
     ) -> list[Value]:
-        """One operator; results are of the first input's dtype where none is given."""
+        """Append an operator with several results; a dtype that is not given is the first input's."""
         found = [self._new(inputs[0].dtype if dtype is None else dtype) for dtype in dtypes or [None] * outputs]
         given, given_out = ([value.name for value in values] for values in (inputs, found))
         self.nodes.append(helper.make_node(kind, given, given_out, **attributes))
@@ -254,7 +254,7 @@ class Graph:
         return Value(self, f"v{self._count}", np.dtype(dtype))
 
     def model(self, name: str, metadata: Mapping[str, str], producer: str, version: str) -> onnx.ModelProto:
-        """The model, checked with full shape inference."""
+        """Return the graph as a model, checked with full shape inference."""
         initialisers = [tensor for _, tensor in self._constants.values()]
         graph = helper.make_graph(self.nodes, name, self.inputs, self.outputs, initialisers)
         model = helper.make_model(

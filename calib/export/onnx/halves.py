@@ -1,4 +1,4 @@
-"""Numbers kept in 16 bits: the twin of `kernels/to_half.py`."""
+"""Numbers stored in 16 bits: the counterpart of `kernels/to_half.py`."""
 
 import numpy as np
 
@@ -7,12 +7,15 @@ from calib.kernels.to_half import HALF_MAX
 
 
 def stored(x: Value, fp32_params: bool) -> Value:
-    """float32 `x` as it is kept: float16, or float32 (`fp32_params`) that is rounded to float16 where that can hold it."""
+    """Return float32 `x` as it is stored: clamped and rounded to float16, or with `fp32_params` in float32.
+
+    In float32, numbers within float16's range are still rounded to float16.
+    """
     if fp32_params:
         return x.graph.where(x.abs() <= HALF_MAX, x.cast(np.float16).cast(np.float32), x)
     return x.clamp(-HALF_MAX, HALF_MAX).cast(np.float16)
 
 
 def kept_dtype(fp32_params: bool) -> type:
-    """The dtype of what `stored` gives."""
+    """Return the dtype of the result of `stored`."""
     return np.float32 if fp32_params else np.float16

@@ -1,5 +1,5 @@
-"""What tokens share of a residual, as two thin factors: the twin of `kernels/low_rank` and
-`runtime/stages/correction/low_rank.py`, for a segment a row. ONNX has no QR: columns are made orthonormal by reflections."""
+"""The low-rank part A B^T of a residual: the counterpart of `kernels/low_rank` and `runtime/stages/correction/low_rank.py`, for
+one segment per row. ONNX has no QR decomposition: columns are made orthonormal by Householder reflections."""
 
 from dataclasses import dataclass
 
@@ -19,7 +19,7 @@ TINY = float(np.finfo(np.float32).tiny)
 
 @dataclass(frozen=True)
 class Factors:
-    """`coefficients` and, where the artifact has none, the `basis` of the segment, which has `longest` tokens at most."""
+    """The fields `coefficients` A and, unless the artifact has it, `basis` B of a segment of at most `longest` tokens."""
 
     part: LowRank
     shape: Shape
@@ -27,7 +27,7 @@ class Factors:
     longest: int | None
 
     def fields(self) -> Fields:
-        """`coefficients` of every token; `basis`, r D numbers, of the segment."""
+        """Return the fields: `coefficients` for every token, and r D numbers of `basis` for the segment, r being the rank."""
         heads, dtype = self.shape.heads, kept_dtype(self.fp32_params)
         if self.part.basis is not None:
             return {"coefficients": Field(dtype, heads, 1, int(self.part.rank))}
@@ -37,13 +37,13 @@ class Factors:
         }
 
     def encode(self, residual: Value) -> dict[str, Value]:
-        """Factors of float32 `[batch, kv_heads, T, D]`."""
+        """Return the fields of a residual, float32 `[batch, kv_heads, T, D]`."""
         if self.part.basis is not None:
             return {"coefficients": stored(residual @ self._known(residual).permute(0, 2, 1), self.fp32_params)}
         heads, channels = self.shape
         matrix = self.shape.merged(residual) if self.part.across_heads else residual
         rank = self._rank(matrix)
-        # With the basis as it is stored the coefficients make up for its rounding.
+        # The coefficients are computed with the stored basis, so they compensate its rounding.
         basis = stored(self._iterated(matrix, rank).part(3, 0, rank), self.fp32_params)
         by_head = basis.reshape(0, heads, channels, -1)
         return {
@@ -52,16 +52,16 @@ class Factors:
         }
 
     def decode(self, block: dict[str, Value]) -> Value:
-        """A B^T, float32 `[batch, kv_heads, T, D]`."""
+        """Return A B^T, float32 `[batch, kv_heads, T, D]`."""
         return block["coefficients"].cast(np.float32) @ self._basis(block)
 
     def scores(self, query: Value, block: dict[str, Value]) -> Value:
-        """(q B) A^T `[batch, kv_heads, rows, T]`."""
+        """Return (q B) A^T `[batch, kv_heads, rows, T]`."""
         shared = query @ _turned(self._basis(block), self.part.basis is not None)
         return shared @ block["coefficients"].cast(np.float32).permute(0, 1, 3, 2)
 
     def mix(self, weights: Value, block: dict[str, Value]) -> Value:
-        """(p A) B^T `[batch, kv_heads, rows, D]`."""
+        """Return (p A) B^T `[batch, kv_heads, rows, D]`."""
         return (weights @ block["coefficients"].cast(np.float32)) @ self._basis(block)
 
     @property
@@ -69,18 +69,18 @@ class Factors:
         return self.shape.width if self.part.across_heads else self.shape.channels
 
     def _basis(self, block: dict[str, Value]) -> Value:
-        """float32 `[batch or none, kv_heads, r, D]`."""
+        """Return B^T, float32 `[batch, kv_heads, r, D]`; without the batch axis if it is the artifact's."""
         if self.part.basis is not None:
             return self._known(block["coefficients"])
         return block["basis"].cast(np.float32).reshape(0, self.shape.heads, -1, self.shape.channels)
 
     def _known(self, like: Value) -> Value:
-        """The artifact's basis as it is computed with, float32 `[kv_heads, r, D]`."""
+        """Return the artifact's basis rounded as the runtime uses it, float32 `[kv_heads, r, D]`."""
         assert self.part.basis is not None
         return like.graph.constant(stored_tensor(self.part.basis[:, : int(self.part.rank)], False).float().numpy())
 
     def _rank(self, matrix: Value) -> Value:
-        """`LowRank.of_segment` of a matrix `[..., T, width]`."""
+        """Return the rank of a matrix `[..., T, width]`, int64 `[1]`, as `LowRank.of_segment` does."""
         least = matrix.size(2).op("Min", matrix.graph.dims([self._width]))
         if type(self.part.rank) is int:
             return least.op("Min", matrix.graph.dims([self.part.rank]))
@@ -88,10 +88,13 @@ class Factors:
         return share.at_least(1).op("Min", least)
 
     def _iterated(self, matrix: Value, rank: Value) -> Value:
-        """Orthonormal columns by power iteration, float32 `[batch, h, width, R]`, R the highest rank; `rank` of them count."""
+        """Return orthonormal columns by power iteration, float32 `[batch, h, width, R]`, R the highest possible rank.
+
+        Only the first `rank` columns are meaningful.
+        """
         graph, heads, width = matrix.graph, 1 if self.part.across_heads else self.shape.heads, self._width
         highest = self.part.of_segment(self.longest or width, width)
-        # As many columns as the segment has, from one run of draws; zeros behind do not touch those before.
+        # The segment's first `rank` columns are taken from one sequence of draws; zero columns after them do not affect them.
         draws = self.part._start(heads, width, highest, torch.device("cpu")).reshape(heads, -1).numpy()
         start = graph.constant(draws).part(1, 0, rank * width).reshape(1, heads, width, rank)
         start = start.pad(3, 4, graph.dims([highest]) - rank)
@@ -104,13 +107,13 @@ class Factors:
 
 
 def orthonormal(columns: Value, width: int, count: int) -> Value:
-    """Q of the QR decomposition of `[batch, h, width, count]` by Householder's reflections, with LAPACK's signs.
+    """Return Q of the QR decomposition of `[batch, h, width, count]` by Householder reflections, with LAPACK's signs.
 
-    Column by column H = I - tau v v^T, v = (1, what is below / (first - beta)), beta = -sign(first) norm; where nothing is
-    below there is nothing to reflect. Columns after the first r do not touch those.
+    For each column H = I - tau v v^T, v = (1, entries below / (first - beta)), beta = -sign(first) norm; H = I if all entries
+    below are 0. The first r columns of Q do not depend on later columns.
     """
     graph = columns.graph
-    # Q does not depend on the size of what it spans; squares must not leave float32.
+    # Scaling the columns does not change Q, and keeps their squares within float32.
     largest, rows = columns.abs().max(2, 3), graph.constant(np.arange(width)[:, None], np.float32)
     left, reflections = columns / largest.at_least(TINY), []
     for step in range(count):

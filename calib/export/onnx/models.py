@@ -1,4 +1,4 @@
-"""From a method's options and an artifact to the checked ONNX models of one layer."""
+"""Builds the checked ONNX models of one layer from a method's options and an artifact."""
 
 import json
 from dataclasses import dataclass
@@ -20,14 +20,15 @@ from calib.runtime.store import LayerContext
 
 @dataclass(frozen=True)
 class Request:
-    """A method and its options, and what they are bound to.
+    """A method with its options, artifact and model shape.
 
     Args:
         method, options: as `compress` takes them.
-        artifact: or None where the method needs no statistic; `artifact_sha256` is of its file.
-        geometry: of the model, or of the artifact.
-        seed: of the cache: where power iterations start.
-        fp32_params: numbers that share a group are float32, as the runtime keeps them for tokens beyond float16's range.
+        artifact: None if the method needs none.
+        artifact_sha256: of the artifact's file, for the models' metadata; empty without an artifact.
+        geometry: layers, KV heads and channels, of the model or of the artifact.
+        seed: the cache's seed, which decides where power iterations start.
+        fp32_params: parameters (scales and the like) are float32, as in the runtime for tokens beyond float16's range.
     """
 
     method: str
@@ -39,7 +40,7 @@ class Request:
     fp32_params: bool = False
 
     def layer(self, number: int) -> Layer:
-        """The stages of attention layer `number`; ValueError for options that do not fit, or have no graph."""
+        """Return the stages of attention layer `number`; raises ValueError for options that do not fit, or have no graph."""
         geometry = self.geometry
         check_written(self.method)
         plan = build(self.method, self.options).plan(number, geometry, self.artifact)
@@ -48,7 +49,7 @@ class Request:
         return layer_of(plan, shape, self.fp32_params, LayerContext(number, self.seed), self.method)
 
     def models(self, number: int) -> dict[str, onnx.ModelProto]:
-        """By file name without its ending: `layer0.keys.encode`, `layer0.tier1.values.decode`, `layer0.attend`, ..."""
+        """Return the layer's models by file name without suffix: `layer0.keys.encode`, `layer0.tier1.values.decode`, ..."""
         layer, found = self.layer(number), {}
         for tier in layer.tiers:
             for stream in (tier.keys, tier.values):

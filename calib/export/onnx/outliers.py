@@ -1,4 +1,7 @@
-"""Entries kept exactly: the twin of `kernels/outliers` and `runtime/stages/correction/outliers.py`, for a segment a row."""
+"""Outliers kept exact: the counterpart of `kernels/outliers` and `runtime/stages/correction/outliers.py`, one segment per row.
+
+Outliers are searched in rows of N entries: a channel over the tokens, a token over the channels, or a whole matrix (`ranked`).
+"""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -13,8 +16,12 @@ from calib.runtime.stages.correction import Outliers
 
 
 class Found(NamedTuple):
-    """Outliers of rows `[batch, h, m, N]`: positions int64 `[batch, h, m, 2k]`, slots in use (None: all), all of them as a mask,
-    and how many entries beyond a threshold found no slot, `[batch]`."""
+    """Outliers of rows `[batch, h, m, N]`, k at each end of a row.
+
+    positions: int64 `[batch, h, m, 2k]`. used: which of these slots are used, bool; None: all. mask: bool `[batch, h, m, N]`, True
+    at the outliers. overflowed_outliers: int64 `[batch]`, entries beyond a threshold for which no slot was left; None without
+    thresholds.
+    """
 
     positions: Value
     used: Value | None
@@ -24,14 +31,14 @@ class Found(NamedTuple):
 
 @dataclass(frozen=True)
 class ExactEntries:
-    """`delta`, an entry's distance from what codec and low rank make of it, and its position: `tokens`, `channels` or both."""
+    """The fields `delta`, an outlier minus its value by codec and low-rank part, and its position, `tokens` and/or `channels`."""
 
     part: Outliers
     shape: Shape
     fp32_params: bool
 
     def fields(self) -> Fields:
-        """Of every token, or of the segment. Positions as int32; pages keep them in as few bytes as a segment's length allows."""
+        """Return the fields, of every token or of the segment. Positions are int32 here; the runtime's pages use fewer bytes."""
         heads, ranked = 1 if self._across else self.shape.heads, self.part.ranked
         each, width = (None, "outliers") if self._length is None else (1, 2 * self.part.count(self._length))
         names = {"tokens": ["tokens"], "channels": ["channels"], "matrix": ["channels", "tokens"]}[ranked]
@@ -39,20 +46,20 @@ class ExactEntries:
         return {"delta": Field(kept_dtype(self.fp32_params), heads, each, width)} | positions
 
     def find(self, x: Value) -> Found:
-        """The outliers of float32 `[batch, kv_heads, T, D]`."""
+        """Return the outliers of x, float32 `[batch, kv_heads, T, D]`."""
         rows, count = self._rows(x), self._count(x)
         if self.part.low is not None and self.part.high is not None:
             low, high = (self._threshold(x.graph, part) for part in (self.part.low, self.part.high))
             return _first_beyond(rows, low, high, count)
         top = _extreme(rows, count, largest=1)
-        # An entry of a constant row is among the largest and the smallest: the second search must not meet it again.
+        # In a constant row the same entries are largest and smallest: the second search excludes those found first.
         bottom = _extreme(_marked(rows, top, np.inf), count, largest=0)
         positions = x.graph.join([top, bottom], 3)
         nothing = x.graph.constant([0], np.float32).expand(rows.shape())
         return Found(positions, None, _marked(nothing, positions, 1.0) > 0.0, None)
 
     def filled(self, x: Value, found: Found) -> Value:
-        """`x` with its outliers replaced."""
+        """Return `x` with its outliers replaced by the mean of the row's rest (fill "mean") or by 0."""
         where = x.graph.where
         rest = where(found.mask, 0.0, self._rows(x))
         if self.part.fill == "mean":
@@ -61,11 +68,11 @@ class ExactEntries:
         return self._tokens(rest)
 
     def cleared(self, x: Value, found: Found) -> Value:
-        """`x` with 0 at the outliers."""
+        """Return `x` with 0 at the outliers."""
         return self._tokens(x.graph.where(found.mask, 0.0, self._rows(x)))
 
     def encode(self, distance: Value, found: Found) -> dict[str, Value]:
-        """Fields of what codec and low rank lack, float32 `[batch, kv_heads, T, D]`."""
+        """Return the fields from `distance`, x minus codec and low-rank part, float32 `[batch, kv_heads, T, D]`."""
         delta = self._rows(distance).gather(3, found.positions)
         delta = stored(delta if found.used is None else delta * found.used.cast(np.float32), self.fp32_params)
         positions, heads = found.positions.cast(np.int32), self.shape.heads
@@ -78,7 +85,7 @@ class ExactEntries:
         return {"delta": delta, "channels": positions - token * self.shape.width, "tokens": token}
 
     def decode(self, block: dict[str, Value], tokens: Value) -> Value:
-        """Distances where they belong, 0 elsewhere: float32 `[batch, kv_heads, T, D]`, T being `tokens`."""
+        """Return the deltas at their positions, 0 elsewhere: float32 `[batch, kv_heads, T, D]`, T being `tokens`."""
         delta, heads, channels = block["delta"].cast(np.float32), *self.shape
         rows: tuple[Dim, ...]
         if self.part.ranked == "tokens":
@@ -102,13 +109,13 @@ class ExactEntries:
 
     @property
     def _length(self) -> int | None:
-        """Entries of a row; None where it depends on the tokens."""
+        """Entries of a row; None if it depends on the number of tokens."""
         if self.part.ranked != "channels":
             return None
         return self.shape.width if self._across else self.shape.channels
 
     def _count(self, x: Value) -> Dim:
-        """Outliers at each end of a row (`Outliers.count`)."""
+        """Return k, the outliers at each end of a row, as `Outliers.count` does."""
         if self._length is not None:
             return self.part.count(self._length)
         length = x.size(2) if self.part.ranked == "tokens" else x.size(2) * self.shape.width
@@ -116,7 +123,7 @@ class ExactEntries:
         return share.at_least(1).op("Min", length / 2)
 
     def _threshold(self, graph: Graph, threshold: torch.Tensor) -> Value:
-        """As it meets the rows: `[1 or kv_heads, D, 1]`, or a number a head or layer."""
+        """Return a threshold as a constant that broadcasts against the rows of `_rows`."""
         array = threshold.float().numpy()
         if array.size == 1:
             return graph.constant(array.reshape(1, 1, 1, 1))
@@ -128,7 +135,7 @@ class ExactEntries:
         return graph.constant(whole.transpose(1, 0, 2).reshape(1, 1, 1, -1))
 
     def _rows(self, x: Value) -> Value:
-        """`[batch, kv_heads, T, D]` with what is ranked last."""
+        """Return x `[batch, kv_heads, T, D]` as rows `[batch, h, m, N]`, the axis that is ranked being the last."""
         if self.part.ranked == "tokens":
             return x.permute(0, 1, 3, 2)
         if not self._across:
@@ -144,22 +151,22 @@ class ExactEntries:
 
 
 def _extreme(rows: Value, count: Dim, largest: int) -> Value:
-    """Positions of the `count` largest, or smallest, entries of the last axis, int64."""
+    """Return the positions of the `count` largest (`largest` 1) or smallest (0) entries of the last axis, int64."""
     ends = rows.graph.dims([count])
     return rows.graph.ops("TopK", rows, ends, outputs=2, dtypes=[None, np.int64], axis=3, largest=largest)[1]
 
 
 def _marked(rows: Value, positions: Value, number: float) -> Value:
-    """`rows` with `number` at `positions` of the last axis."""
+    """Return `rows` with `number` at `positions` of the last axis."""
     filling = rows.graph.constant([number], np.float32).expand(positions.shape())
     return rows.op("ScatterElements", positions, filling, axis=3)
 
 
 def _first_beyond(rows: Value, low: Value, high: Value, count: Dim) -> Found:
-    """The first `count` entries above `high` and the first below `low`, by position; position 0 in a slot that found none."""
+    """Return the first `count` entries above `high` and the first `count` below `low`; unused slots have position 0."""
     graph, length = rows.graph, rows.size(3)
     most = graph.dims([count])
-    # What is earlier is larger, and what is not beyond is 0: the largest come by position.
+    # Entries beyond the threshold get falling numbers, all others 0: TopK returns the former in order of position.
     falling = (length - graph.up_to(length)).cast(np.int32)
     positions, used, masks, overflowed_outliers = [], [], [], []
     for beyond in (rows > high, rows < low):

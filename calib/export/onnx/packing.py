@@ -1,4 +1,5 @@
-"""Codes in int16 words and numbers in bytes, plane-split: the twin of `kernels/pack`. Tensors have four axes, codes last."""
+"""Codes packed in int16 words and numbers in bytes, plane by plane: the counterpart of `kernels/pack`. All tensors have four axes,
+codes in the last."""
 
 import numpy as np
 
@@ -7,17 +8,17 @@ from calib.kernels.pack.reference import Widths, byte_parts, first_bits, pattern
 
 
 def pack(codes: Value, bits: int | Widths, channels: int) -> Value:
-    """Codes int32 `[..., channels]` -> words int16 `[..., W]`."""
+    """Return codes int32 `[..., channels]` packed in words int16 `[..., W]`."""
     return as_int16(_merged(codes, pattern(bits), channels, words_per_token(channels, bits)))
 
 
 def unpack(words: Value, bits: int | Widths, channels: int) -> Value:
-    """Words int16 `[..., W]` -> codes int32 `[..., channels]`."""
+    """Return the codes int32 `[..., channels]` in words int16 `[..., W]`."""
     return _fields(unsigned(words), pattern(bits), words_per_token(channels, bits), channels)
 
 
 def pack_bytes(numbers: Value, width: int, count: int) -> Value:
-    """Numbers int32 `[..., count]` below 2**width -> bytes uint8 `[..., B]`."""
+    """Return numbers int32 `[..., count]` below 2**width packed in bytes uint8 `[..., B]`."""
     packed = []
     for bits, first in byte_parts(width):
         part = numbers / (1 << first) & ((1 << bits) - 1)
@@ -26,7 +27,7 @@ def pack_bytes(numbers: Value, width: int, count: int) -> Value:
 
 
 def unpack_bytes(packed: Value, width: int, count: int) -> Value:
-    """Bytes uint8 `[..., B]` -> numbers int32 `[..., count]`."""
+    """Return the numbers int32 `[..., count]` in bytes uint8 `[..., B]`."""
     parts = byte_parts(width)
     runs = [-(-count * bits // 8) for bits, _ in parts]
     found = [
@@ -37,17 +38,17 @@ def unpack_bytes(packed: Value, width: int, count: int) -> Value:
 
 
 def as_int16(word: Value) -> Value:
-    """int32 in [0, 2**16) -> the int16 of the same bits."""
+    """Return int32 in [0, 2**16) as the int16 of the same bits."""
     return (word - (word & 0x8000) * 2).cast(np.int16)
 
 
 def unsigned(word: Value) -> Value:
-    """int16 -> int32 in [0, 2**16), the same bits."""
+    """Return int16 as the int32 in [0, 2**16) of the same bits."""
     return word.cast(np.int32) & 0xFFFF
 
 
 def _merged(codes: Value, widths: Widths, count: int, words: int) -> Value:
-    """`count` codes as so many `words`, sums of one field of each plane, int32."""
+    """Return `count` codes packed in `words` words, int32; a word is the sum of one shifted code of each plane."""
     fields = len(widths)
     missing = fields * words - count
     whole = codes.pad(3, 4, missing) if missing else codes
@@ -55,7 +56,7 @@ def _merged(codes: Value, widths: Widths, count: int, words: int) -> Value:
 
 
 def _fields(words: Value, widths: Widths, width: int, count: int) -> Value:
-    """The codes that `_merged` put together in `width` words."""
+    """Return the `count` codes that `_merged` packed in `width` words."""
     masks = np.array([[(1 << bits) - 1] for bits in widths], np.int32)
     codes = words.reshape(0, 0, 0, 1, width) / words.graph.constant(_powers(widths)) & masks
     codes = codes.reshape(0, 0, 0, len(widths) * width)
@@ -63,5 +64,5 @@ def _fields(words: Value, widths: Widths, width: int, count: int) -> Value:
 
 
 def _powers(widths: Widths) -> np.ndarray:
-    """What shifts each plane to its position, int32 `[fields, 1]`."""
+    """Return the power of two that shifts each plane to its bits, int32 `[fields, 1]`."""
     return np.array([[1 << first] for first in first_bits(widths)], np.int32)

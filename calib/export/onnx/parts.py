@@ -1,4 +1,4 @@
-"""What of a method's plan is written as graphs: tiers, each with the stages of keys and of values."""
+"""The parts of a method's plan from which graphs are built: tiers, each with the stages of keys and of values."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,14 +16,14 @@ from calib.runtime.stages.codec.corrected import unlisted
 from calib.runtime.stages.transform import Basis
 from calib.runtime.store import LayerContext, Plan
 
-# Methods some of whose codecs have a writer, and those that pack tokens by codecs of which none has.
+# Methods with at least one codec that has a writer, and methods that pack tokens but have no such codec.
 WITH_GRAPHS = tuple(name for name in METHODS if any(codec.onnx_writer for codec in packs_of(METHODS[name])))
 UNWRITTEN = frozenset(name for name in METHODS if packs_of(METHODS[name])) - {*WITH_GRAPHS}
 
 
 @dataclass(frozen=True)
 class Stream:
-    """Keys or values of a tier: the runtime's stages, what writes its codec (None: tokens are exact), and what predicts them."""
+    """Keys or values of a tier: the runtime's stages, the codec's writer (None: tokens are exact), and their prediction, if any."""
 
     role: str
     transform: Any
@@ -35,15 +35,18 @@ class Stream:
 
     @property
     def measured(self) -> bool:
-        """Whether the transform's numbers come from a row's first tokens."""
+        """Whether the transform's parameters are measured on a row's first tokens."""
         return self.transform.measured is not None
 
     def numbers(self) -> Fields:
-        """What was measured, if anything is."""
+        """Return the fields of the transform's measured parameters; none if they are constants of the artifact."""
         return numbers(self.transform, self.shape, self.fp32_params) if self.measured else {}
 
     def scales(self) -> Fields:
-        """Channel scales that `encode` is given, because they were measured over tokens of other tiers, too: a row a block."""
+        """Return the field of channel scales that `encode` takes, because they are measured over other tiers' tokens too.
+
+        One row of scales for each block; empty for other codecs.
+        """
         codec = self.codec.uncorrected
         if codec is not self.codec or not isinstance(codec, ScaledChannels) or codec.over != "chunk":
             return {}
@@ -52,7 +55,7 @@ class Stream:
         return {"chunk_scales": writer.scales_field._replace(tokens_per_row=tokens)}
 
     def map(self, graph: Graph, given: dict[str, Value]) -> ChannelMap | Components:
-        """The transform in a graph, from the artifact's numbers or from those `given`."""
+        """Return the transform in a graph, with constants of the artifact or the measured parameters `given`."""
         if isinstance(self.transform, Basis):
             return Components(graph, self.transform)
         if not self.measured:
@@ -62,7 +65,7 @@ class Stream:
 
 @dataclass(frozen=True)
 class Tier:
-    """Both streams; `name` is empty where there is one tier, else `tier0.`, best first."""
+    """Keys and values of a tier; `name` is empty if there is only one tier, else `tier0.` and so on, the best first."""
 
     name: str
     keys: Stream
@@ -71,7 +74,7 @@ class Tier:
 
 @dataclass(frozen=True)
 class Layer:
-    """Tiers of a layer; `before_rope`: keys are encoded as they were before RoPE."""
+    """The tiers of a layer; `before_rope`: keys are encoded before RoPE."""
 
     tiers: tuple[Tier, ...]
     shape: Shape
@@ -79,7 +82,7 @@ class Layer:
 
 
 def check_written(method: str) -> None:
-    """Raises ValueError for a method whose codes have no graph."""
+    """Raises ValueError for a method that packs tokens by codecs without a writer."""
     if method in UNWRITTEN:
         codecs = ", ".join(codec.__name__ for codec in packs_of(METHODS[method]))
         raise ValueError(
@@ -88,7 +91,7 @@ def check_written(method: str) -> None:
 
 
 def layer_of(plan: Plan, shape: Shape, fp32_params: bool, context: LayerContext, method: str) -> Layer:
-    """Raises ValueError for a plan that quantises nothing, or whose tokens lie on the host."""
+    """Return the layer of a plan; raises ValueError if the plan quantises nothing, keeps tokens on the host, or has no graph."""
     pairs = plan.pairs(context)
     if plan.on_host or all(codec.exact for codec in plan.codecs()):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Values predicted from the codes of their keys: the twin of `runtime/stages/prediction.py`."""
+"""Values predicted from the codes of their keys: the counterpart of `runtime/stages/prediction.py`."""
 
 from dataclasses import dataclass
 
@@ -13,24 +13,24 @@ from calib.runtime.stages.prediction import Prediction
 
 @dataclass(frozen=True)
 class Predicted:
-    """M (k^ - mean_k), of keys that `keys` writes."""
+    """The prediction M (k^ - mean_k) from the coded keys k^, whose writer is `keys`."""
 
     prediction: Prediction
     keys: SizedWords
 
     def fields(self) -> Fields:
-        """The keys', by the names that other graphs than theirs have for them."""
+        """Return the keys' fields, with the prefix `keys.` that they have in the graphs of values."""
         return {f"keys.{name}": field for name, field in self.keys.fields().items()}
 
     def values(self, fields: dict[str, Value]) -> Value:
-        """Of tokens whose keys are encoded: float32 `[batch, kv_heads, tokens, D]`, the bits that the runtime has."""
+        """Return the predictions, float32 `[batch, kv_heads, tokens, D]`, equal to the runtime's bit for bit."""
         codes, sizes = self._codes(fields)
         numbers = codes * 2.0 - self.keys.codec.codec.levels(CPU).numpy()
         summed = numbers.cast(np.float64) @ self._table(codes).cast(np.float64)
         return summed.cast(np.float32) * self.prediction.unit.numpy() * sizes
 
     def mix(self, weights: Value, fields: dict[str, Value]) -> Value:
-        """sum_t p_t of the predictions, `[batch, kv_heads, rows, D]`: codes of keys are mixed, and M meets the mixture."""
+        """Return sum_t p_t of the predictions, `[batch, kv_heads, rows, D]`: M is applied to the weighted sum of keys' codes."""
         codes, sizes = self._codes(fields)
         sized = weights * sizes.permute(0, 1, 3, 2)
         numbers = sized @ codes * 2.0 - sized.sum(3) * self.keys.codec.codec.levels(CPU).numpy()

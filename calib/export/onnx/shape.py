@@ -1,4 +1,4 @@
-"""What is known of a stream's tensors while its graph is written: KV heads and channels; batch and tokens are not."""
+"""Shapes of a stream's tensors: KV heads and channels are known when its graph is built, batch and tokens are not."""
 
 from typing import NamedTuple
 
@@ -6,8 +6,8 @@ from calib.export.onnx.graph import Value
 
 
 class Field(NamedTuple):
-    """Storage of a part of encoded tokens, as in the runtime: a row of `width` numbers for every `tokens_per_row` tokens and
-    each of `heads` heads; None: one for a whole segment. A word for a width says that it depends on the segment."""
+    """A named tensor of encoded tokens, as in the runtime: a row of `width` numbers for every `tokens_per_row` tokens and each of
+    `heads` heads; with None one row for a whole segment. A string as width means that it depends on the segment."""
 
     dtype: type
     heads: int
@@ -15,7 +15,7 @@ class Field(NamedTuple):
     width: int | str
 
     def shape(self, prefix: str = "") -> tuple[int | str, ...]:
-        """`[batch, heads, rows, width]`; lengths that differ have names that differ, by `prefix`."""
+        """Return `[batch, heads, rows, width]`; `prefix` makes the names of unknown lengths different between tiers."""
         each = self.tokens_per_row
         rows = 1 if each is None else f"{prefix}tokens" if each == 1 else f"{prefix}tokens/{each}"
         return ("batch", self.heads, rows, self.width if isinstance(self.width, int) else prefix + self.width)
@@ -36,7 +36,7 @@ class Shape(NamedTuple):
         return self.heads * self.channels
 
     def merged(self, x: Value) -> Value:
-        """`[batch, kv_heads, T, D]` -> `[batch, 1, T, kv_heads D]`."""
+        """Return `[batch, kv_heads, T, D]` as `[batch, 1, T, kv_heads D]`."""
         return x.permute(0, 2, 1, 3).reshape(0, 1, -1, self.width)
 
     def apart(self, x: Value) -> Value:

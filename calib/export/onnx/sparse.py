@@ -1,4 +1,7 @@
-"""Pairs of atoms and coefficients: the twin of `kernels/matching_pursuit` and `runtime/stages/codec/sparse.py`."""
+"""Pairs of atoms and coefficients: the counterpart of `kernels/matching_pursuit` and `runtime/stages/codec/sparse.py`.
+
+V vectors of d channels (chunks of tokens) are approximated by s pairs each, of a dictionary of N atoms.
+"""
 
 from dataclasses import dataclass
 
@@ -15,21 +18,21 @@ from calib.runtime.stages.codec import Sparse
 
 @dataclass(frozen=True)
 class Pairs:
-    """`indices`, `coefficients` and, where they are whole numbers, their `scale`."""
+    """The fields `indices`, `coefficients` and, if these are integer codes, their `scale`."""
 
     codec: Sparse
     shape: Shape
     fp32_params: bool
 
     def fields(self) -> Fields:
-        """All of every token."""
+        """Return the fields, each with one row for every token."""
         heads, count = self.shape.heads, self.codec.pairs
         index = (np.int16, count) if self.codec.index == "int16" else (np.uint8, bytes_per_token(count, self._bits))
         named = {"indices": index} | kept(self.codec, self.fp32_params)
         return {name: Field(dtype, heads, 1, width) for name, (dtype, width) in named.items()}
 
     def encode(self, x: Value) -> dict[str, Value]:
-        """float32 `[batch, kv_heads, tokens, D]` -> fields."""
+        """Return the fields of x, float32 `[batch, kv_heads, tokens, D]`."""
         vectors = x.reshape(-1, self._width)
         pairs = self._orthogonal(vectors) if self.codec.orthogonal else self._matching(vectors)
         index, coefficients = (part.reshape(x.size(0), self.shape.heads, -1, self.codec.pairs) for part in pairs)
@@ -38,7 +41,7 @@ class Pairs:
         return {"indices": packed} | encoded(coefficients, self.codec, self.fp32_params)
 
     def decode(self, block: dict[str, Value]) -> Value:
-        """The sum of coefficients times atoms, float32 `[batch, kv_heads, tokens, D]`."""
+        """Return x^, the sum of coefficients times atoms, float32 `[batch, kv_heads, tokens, D]`."""
         index, coefficients = block["indices"], decoded(block, self.codec)
         if self.codec.index == "int16":
             index = unsigned(index)
@@ -49,15 +52,15 @@ class Pairs:
         return summed.reshape(index.size(0), self.shape.heads, -1, self.shape.channels)
 
     def scores(self, query: Value, block: dict[str, Value]) -> Value:
-        """q.x^; keys are formed, as the runtime forms a tile's."""
+        """Return q.x^; the keys are decoded first, as the runtime does for a tile."""
         return query @ self.decode(block).permute(0, 1, 3, 2)
 
     def mix(self, weights: Value, block: dict[str, Value]) -> Value:
-        """sum_t p_t x^_t."""
+        """Return sum_t p_t x^_t."""
         return weights @ self.decode(block)
 
     def _matching(self, residual: Value) -> tuple[Value, Value]:
-        """Matching pursuit of `[V, d]`: int64 and float32 `[V, s]`."""
+        """Return matching pursuit's indices, int64, and coefficients, float32, both `[V, s]`, of vectors `[V, d]`."""
         index, coefficients = [], []
         for _ in range(self.codec.sparsity):
             position, atom = self._strongest(residual)
@@ -68,10 +71,13 @@ class Pairs:
         return residual.graph.join(index, 1), residual.graph.join(coefficients, 1)
 
     def _orthogonal(self, residual: Value) -> tuple[Value, Value]:
-        """Orthogonal matching pursuit: chosen atoms are T Q, x^ = (x Q^T) Q, and the coefficients solve c T = x Q^T."""
+        """Return the same by orthogonal matching pursuit.
+
+        The chosen atoms are T Q with orthonormal rows Q; x^ = (x Q^T) Q, and the coefficients c solve c T = x Q^T.
+        """
         graph, width = residual.graph, self._width
         bases = graph.constant(np.zeros((1, 0, width), np.float32)).expand(residual.size(0), 0, width)  # Q, [V, k, d]
-        # Rows of T before the diagonal, [V, k], and on it; x Q^T; numbers of atoms.
+        # inside: rows of T before the diagonal, [V, k]; lengths: its diagonal; parts: x Q^T; index: the atoms' indices.
         inside: list[Value] = []
         lengths: list[Value] = []
         parts: list[Value] = []
@@ -90,20 +96,20 @@ class Pairs:
             bases = graph.join([bases, basis.reshape(-1, 1, width)], 1)
             for kept_so_far, found in ((parts, part), (index, position), (inside, before + again), (lengths, length)):
                 kept_so_far.append(found)
-        left, coefficients = graph.join(parts, 1), []  # the last first, taken out of the equations before it
+        left, coefficients = graph.join(parts, 1), []  # back substitution: the last coefficient first
         for row in reversed(range(self.codec.sparsity)):
             coefficients.append(left.part(1, row, row + 1) / lengths[row])
             left = left.part(1, 0, row) - inside[row] * coefficients[-1]
         return graph.join(index, 1), graph.join(coefficients[::-1], 1)
 
     def _strongest(self, residual: Value) -> tuple[Value, Value]:
-        """The first atom of the largest |R.d|: its number int64 `[V, 1]`, and itself `[V, d]`."""
+        """Return the index, int64 `[V, 1]`, of the first atom with the largest |residual . atom|, and the atom `[V, d]`."""
         atoms = self._atoms(residual)
         position = (residual @ atoms.permute(1, 0)).abs().argmax(1)
         return position, atoms.take(position.reshape(-1))
 
     def _atoms(self, like: Value) -> Value:
-        """float32 `[N, d]`."""
+        """Return the artifact's atoms, float32 `[N, d]`."""
         assert self.codec.offline is not None
         return like.graph.constant(self.codec.offline.tensor.numpy()).cast(np.float32)
 
@@ -117,7 +123,7 @@ class Pairs:
 
 
 def _without(x: Value, bases: Value) -> tuple[Value, Value]:
-    """Parts of `x [V, d]` along `bases [V, k, d]`, float32 `[V, k]`, and x less these."""
+    """Return the components of `x [V, d]` along `bases [V, k, d]`, float32 `[V, k]`, and x without them."""
     parts = bases @ x.reshape(0, -1, 1)
     inside = (parts * bases).sum(1, keep=False)
     return parts.reshape(0, 0), x - inside

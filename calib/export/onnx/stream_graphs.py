@@ -1,5 +1,5 @@
-"""The graphs of one stream of a tier: `measure` (where its transform is measured, or its channel scales are over tokens of other
-tiers, too), `encode` and `decode`."""
+"""The graphs of one stream of a tier: `encode`, `decode`, and `measure` if its transform, or channel scales over the tokens of
+several tiers, are measured at run time."""
 
 import numpy as np
 
@@ -11,7 +11,7 @@ from calib.runtime.stages.codec.corrected import OVERFLOWED
 
 
 def stream_graphs(stream: Stream) -> dict[str, Graph]:
-    """By name; none where tokens are exact."""
+    """Return the stream's graphs by name; none if tokens are exact."""
     if stream.writer is None:
         return {}
     graphs = {"encode": encode_graph(stream), "decode": decode_graph(stream)}
@@ -19,7 +19,7 @@ def stream_graphs(stream: Stream) -> dict[str, Graph]:
 
 
 def measure_graph(stream: Stream) -> Graph:
-    """A row's first tokens (and queries) -> the numbers of its transform; a block's -> the scales of its channels."""
+    """Return the graph from a row's first tokens (and queries) to the transform's parameters, or from a block to channel scales."""
     graph, query = Graph(), None
     tokens = inputs(graph, {stream.role: tokens_of(stream)})[stream.role]
     if not stream.measured:
@@ -34,7 +34,7 @@ def measure_graph(stream: Stream) -> Graph:
 
 
 def encode_graph(stream: Stream) -> Graph:
-    """Tokens (and what was measured, and fields of keys that predict values) -> fields."""
+    """Return the graph from tokens to fields; measured parameters and the fields of keys that predict values are inputs too."""
     graph, writer = Graph(), stream.writer
     assert writer is not None
     tokens = inputs(graph, {stream.role: tokens_of(stream)})[stream.role]
@@ -47,7 +47,7 @@ def encode_graph(stream: Stream) -> Graph:
 
 
 def decode_graph(stream: Stream) -> Graph:
-    """Fields (and what was measured, and fields of keys that predict values) -> tokens."""
+    """Return the graph from fields to tokens; measured parameters and the fields of keys that predict values are inputs too."""
     graph, writer = Graph(), stream.writer
     assert writer is not None
     block, given = inputs(graph, writer.fields()), inputs(graph, stream.numbers())
@@ -59,18 +59,18 @@ def decode_graph(stream: Stream) -> Graph:
 
 
 def inputs(graph: Graph, fields: Fields, prefix: str = "") -> dict[str, Value]:
-    """An input for every field, by the field's name."""
+    """Add an input for every field; return them by the field's name."""
     return {name: graph.input(prefix + name, field.dtype, field.shape(prefix)) for name, field in fields.items()}
 
 
 def tokens_of(stream: Stream) -> Field:
-    """Tokens as they are: float32 `[batch, kv_heads, tokens, D]`."""
+    """Return the field of uncompressed tokens: float32 `[batch, kv_heads, tokens, D]`."""
     return Field(np.float32, stream.shape.heads, 1, stream.shape.channels)
 
 
 def _put_out(graph: Graph, found: dict[str, Value], fields: Fields) -> None:
     for name, value in found.items():
-        if name == OVERFLOWED:  # no field: a count
+        if name == OVERFLOWED:  # a count per row, not a field
             graph.output(name, value, ("batch",))
             continue
         assert value.dtype == np.dtype(fields[name].dtype), (name, value.dtype)

@@ -1,5 +1,5 @@
-"""Maps of single channels: the twin of `runtime/stages/transform`. One is constants of the artifact, or measured on a row's
-first tokens (`measure`), kept, and given to every later graph as inputs."""
+"""Transforms of single channels: the counterpart of `runtime/stages/transform`. Their parameters are constants of the artifact, or
+measured once on a row's first tokens (`measure`) and given to all later graphs as inputs."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ from calib.kernels.to_half import HALF_MAX, NARROW
 from calib.runtime.stages.contract import Transform
 from calib.runtime.stages.transform import Measured
 
-# What a graph measures, by what the recipe calls it (`Measured.onnx_writer`).
+# Names of the measured parameters, by `Measured.onnx_writer`.
 MEASURED: dict[str, tuple[str, ...]] = {
     "range": ("center", "half"),
     "scale": ("half",),
@@ -23,7 +23,7 @@ MEASURED: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class ChannelMap:
-    """y = (x - center) / half * balance, each part only where it is there: float32 `[batch or none, kv_heads, 1, D]`."""
+    """y = (x - center) / half * balance, without the parts that are None; each is float32 `[batch or none, kv_heads, 1, D]`."""
 
     center: Value | None = None
     half: Value | None = None
@@ -31,7 +31,7 @@ class ChannelMap:
 
     @staticmethod
     def constant(graph: Graph, transform: Transform) -> "ChannelMap":
-        """A transform of the artifact."""
+        """Return the map of a transform with parameters from the artifact."""
         prologue = transform.prologue()
         parts = {"center": prologue.center, "half": prologue.divisor, "balance": prologue.balance}
         return ChannelMap(
@@ -39,7 +39,7 @@ class ChannelMap:
         )
 
     def forward(self, x: Value) -> Value:
-        """float32 tokens as they are encoded."""
+        """Return y, the transformed tokens, float32."""
         y = x if self.center is None else x - self.center
         y = y if self.half is None else over(y, self.half)
         return y if self.balance is None else y * self.balance
@@ -51,30 +51,33 @@ class ChannelMap:
         return x if self.center is None else x + self.center
 
     def fold_query(self, query: Value) -> tuple[Value, Value | None]:
-        """(q', constant): q.x = q'.y + constant."""
+        """Return (q', constant) with q.x = q'.y + constant."""
         folded = query if self.half is None else query * self.half
         folded = folded if self.balance is None else folded / self.balance
         return folded, None if self.center is None else (query * self.center).sum(3)
 
     def fold_output(self, mixed: Value, weights: Value) -> Value:
-        """sum_t p_t x_t from sum_t p_t y_t."""
+        """Return sum_t p_t x_t from sum_t p_t y_t and the weights p."""
         found = mixed if self.balance is None else mixed / self.balance
         found = found if self.half is None else found * self.half
         return found if self.center is None else found + self.center * weights.sum(3)
 
 
 def numbers(measured: Measured, shape: Shape, fp32_params: bool) -> Fields:
-    """What `measure` finds: `[batch, kv_heads, 1, D]` of each."""
+    """Return the fields of the parameters that `measure` returns, each `[batch, kv_heads, 1, D]`."""
     return dict.fromkeys(MEASURED[_name(measured)], Field(kept_dtype(fp32_params), shape.heads, None, shape.channels))
 
 
 def measure(
     measured: Measured, tokens: Value, query: Value | None, shape: Shape, fp32_params: bool
 ) -> dict[str, Value]:
-    """The numbers of a row's first tokens, float32 `[batch, kv_heads, T, D]`; the balancer's need `query [batch, heads, n, D]`."""
+    """Return the parameters measured on a row's first tokens, float32 `[batch, kv_heads, T, D]`.
+
+    The balancer also needs `query [batch, heads, n, D]`.
+    """
     where = tokens.graph.where
     if _name(measured) == "range":
-        # Halved before they meet: values near the end of the range must not overflow.
+        # Halved before the difference, so that values near the end of float32's range do not overflow.
         low, high = tokens.min(2) / 2.0, tokens.max(2) / 2.0
         half = stored(high - low, fp32_params).cast(np.float32).at_least(NARROW).cast(kept_dtype(fp32_params))
         return {"center": stored(high + low, fp32_params), "half": half}
@@ -96,17 +99,17 @@ def measure(
 
 
 def root_of_largest(tokens: Value, fp32_params: bool) -> Value:
-    """sqrt(max_t |x_ti|) as it is stored, `[batch, kv_heads, 1, D]`."""
+    """Return sqrt(max_t |x_ti|) of each channel i as it is stored, `[batch, kv_heads, 1, D]`."""
     return stored(tokens.abs().max(2).op("Sqrt"), fp32_params)
 
 
 def over(x: Value, scale: Value) -> Value:
-    """x / scale; where a channel of zeros has none, x."""
+    """Return x / scale; x itself in channels whose scale is 0."""
     return x / x.graph.where(scale > 0.0, scale, 1.0)
 
 
 def _name(measured: Measured) -> str:
-    """What writes a recipe; ValueError where nothing does."""
+    """Return the name of a measured transform's writer; raises ValueError if it has none."""
     if measured.onnx_writer is None:
         raise ValueError(f"{type(measured).__name__} has no graph yet; those that have one: {', '.join(MEASURED)}")
     return measured.onnx_writer
