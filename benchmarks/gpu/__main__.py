@@ -1,11 +1,11 @@
-"""`make gpu`: the tests that need a GPU, then every measurement, the table of targets and one JSON file.
+"""`make gpu`: runs the tests that need a GPU, then every measurement; prints the table of targets and writes one JSON file.
 
     python -m benchmarks.gpu [--only NAME ...] [--no-tests | --tests PATH ...] [--seconds 530] [--output FOLDER] [--list]
 
-At most nine minutes in all. What fails, or finds no time, is a line in the table; the rest goes on. The file is written after
-every record, in `--output`, else in the folder that the variable OUT names, else in benchmarks/results; what the tests say lies
-beside it. Without a GPU: one line, exit status 1, and nothing is written. `CALIB_GPU_PROFILE=1` adds each kernel's own time to
-the file.
+A run takes at most nine minutes. A measurement that fails, or has no time left, is a line in the table; the others go on. The file
+is written after every record, in `--output`, else in the folder of the variable OUT, else in benchmarks/results; the tests' output
+is written beside it. Without a GPU it prints one line, exits with status 1 and writes nothing. `CALIB_GPU_PROFILE=1` adds the time
+of each kernel to the file.
 """
 
 import argparse
@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 NEEDED = ("torch", "transformers", "triton", "safetensors", "yaml")
-SECONDS = 530  # of the nine minutes that one run may take
-TESTS = 110  # of these, at most, for the tests
+SECONDS = 530  # default limit of a whole run
+TESTS = 110  # most of these seconds for the tests, if measurements follow
 
 
 def refused(names_only: bool = False) -> str | None:
-    """Why nothing can be measured here, in one line; names alone need no GPU."""
+    """Return in one line why nothing can be measured here, or None; with `names_only` no GPU is needed."""
     missing = [name for name in NEEDED if find_spec(name) is None and name != "triton"]
     if missing:
         return f"make gpu needs {', '.join(missing)}, which this Python ({sys.executable}) does not have"
@@ -38,7 +38,7 @@ def refused(names_only: bool = False) -> str | None:
 
 
 def parser() -> argparse.ArgumentParser:
-    """What the command line may say."""
+    """Return the parser of the command line."""
     found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     found.add_argument("--only", nargs="+", metavar="NAME", help="these measurements")
     found.add_argument("--list", action="store_true", help="the names of all measurements, and nothing else")
@@ -51,7 +51,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main() -> int:
-    """The exit status: 0, also where targets are missed; 1 where a test failed or nothing could be measured."""
+    """Returns the exit status: 0, also if targets are missed; 1 if a test failed or nothing could be measured; 2 for usage."""
     asked = parser().parse_args()
     start = time.monotonic()
     if (why := refused(asked.list)) is not None:

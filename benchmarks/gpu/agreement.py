@@ -1,4 +1,4 @@
-"""No speed without a right answer: results are compared before anything is timed, and a difference ends the measurement."""
+"""Checks that results agree with a reference before anything is timed; a difference ends the measurement without a figure."""
 
 import os
 from collections.abc import Iterator
@@ -9,18 +9,18 @@ from torch import Tensor
 
 from benchmarks.gpu.bench import NotMeasured
 
-# Relative distance of two outputs in 16 bits: each is rounded (2^-9), and probabilities are rounded to float16 inside.
-# Twice what both bring; a term that is left out of a row's bias is 1e-2.
+# Largest relative distance of two outputs in 16 bits: each is rounded (2^-9), and probabilities are rounded to float16 in the
+# kernel. The limit is twice both effects; a missing term of a row's bias would give 1e-2.
 OUTPUT = 5e-3
 
 
 class Disagrees(NotMeasured):
-    """The result differs from the reference's."""
+    """A result differs from the reference's."""
 
 
 @contextmanager
 def kernels(which: str) -> Iterator[None]:
-    """`reference` or `triton` for the operations called inside; see `kernels/dispatch.py`."""
+    """Context in which operations use their `reference` or `triton` implementation (`kernels/dispatch.py`)."""
     before = os.environ.get("CALIB_KERNELS")
     os.environ["CALIB_KERNELS"] = which
     try:
@@ -33,12 +33,12 @@ def kernels(which: str) -> Iterator[None]:
 
 
 def distance(found: Tensor, expected: Tensor) -> float:
-    """|found - expected| / |expected| in float64; NaN where anything is."""
+    """Return |found - expected| / |expected| in float64; NaN if any entry is NaN."""
     return float((found.double() - expected.double()).norm() / expected.double().norm().clamp_min(torch.finfo().tiny))
 
 
 def agree(what: str, found: Tensor, expected: Tensor, limit: float) -> float:
-    """The distance of a result from the reference's; raises Disagrees above `limit`."""
+    """Return the relative distance of a result from the reference's; raises Disagrees if it is above `limit` or NaN."""
     apart = distance(found, expected)
     if not apart <= limit:  # NaN is not
         raise Disagrees(f"{what} is {apart:.2g} away from the reference (at most {limit:.2g}): no speed is given")
@@ -46,7 +46,7 @@ def agree(what: str, found: Tensor, expected: Tensor, limit: float) -> float:
 
 
 def equal(what: str, found: Tensor, expected: Tensor) -> None:
-    """Raises Disagrees where stored bits differ."""
+    """Raises Disagrees unless dtype, shape and all numbers are equal."""
     if found.dtype != expected.dtype or found.shape != expected.shape:
         raise Disagrees(
             f"{what}: {found.dtype} {tuple(found.shape)}, the reference {expected.dtype} {tuple(expected.shape)}"

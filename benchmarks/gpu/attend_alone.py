@@ -1,4 +1,4 @@
-"""Attention over one tier by its kernel alone, without a layer around it: where the time of a decode step goes, or does not."""
+"""Times the attention kernel over one tier without a layer around it: how much of a decode step the kernel takes."""
 
 from collections.abc import Callable
 from functools import partial
@@ -20,14 +20,14 @@ from calib.kernels.quantise.operation import encode_uniform
 from calib.kernels.quantise.reference import dequantise
 
 PAGE = 128
-KERNEL = 2e-3  # of the output's norm: probabilities are rounded to float16
+KERNEL = 2e-3  # largest relative distance of outputs: probabilities are rounded to float16
 
 Tier = tuple[PackedStream, PackedStream]
 
 
 @torch.no_grad()
 def alone(bench: Bench) -> Measured:
-    """Figures of "4 bit" and "2 bit": SDPA's time over the kernel's, and "share, ..." of the copy rate."""
+    """Return the figures "4 bit" and "2 bit", SDPA's time over the kernel's, and "share, ...", bytes read over the copy rate."""
     bench.needs_kernel("attend", "quantise")
     heads = shape_a(bench)
     exact = [prompt_of(bench, heads, seed) for seed in range(bench.sizes.sets)]
@@ -57,19 +57,19 @@ def alone(bench: Bench) -> Measured:
 
 
 def table_of(bench: Bench, rows: int) -> PageSpan:
-    """All tokens of all rows, their pages one after the other."""
+    """Return the page table of all tokens of all rows, with consecutive pages."""
     pages = bench.sizes.tokens // PAGE
     numbers = torch.arange(rows * pages, dtype=torch.int32, device=bench.device).view(rows, pages)
     return PageSpan(numbers, torch.full((rows,), pages * PAGE, dtype=torch.int32, device=bench.device))
 
 
 def grouped(query: Tensor, kv_heads: int) -> Tensor:
-    """The rows of a KV head, float32, times the softmax scale."""
+    """Return one token's query by KV head, `[rows, kv_heads, group, D]` float32, times the softmax scale."""
     return query.float().unflatten(1, (kv_heads, -1))[:, :, :, 0] * query.shape[-1] ** -0.5
 
 
 def tier(bits: int, group: int, keys: Tensor, values: Tensor) -> Tier:
-    """Both streams in pages: keys by channel, values by token."""
+    """Return keys (groups of a channel) and values (groups of a token) packed in pages."""
     streams = []
     for x, own in ((keys, (PAGE, 1)), (values, (1, group))):
         pages = x.unflatten(2, (-1, PAGE)).transpose(1, 2).flatten(0, 1).contiguous()
@@ -79,12 +79,12 @@ def tier(bits: int, group: int, keys: Tensor, values: Tensor) -> Tier:
 
 
 def packed_bytes(streams: Tier) -> int:
-    """Words and parameters of keys and values."""
+    """Return the bytes of words and parameters of keys and values."""
     return sum(part.nbytes for stream in streams for part in (stream.pages, stream.parameters) if part is not None)
 
 
 def every(bench: Bench, asked: list[Tensor], tiers: list[Tier], span: PageSpan) -> Tensor:
-    """All sets; the last output, `[rows, kv_heads, group, D]`."""
+    """Attends over all sets of inputs; returns the last output, `[rows, kv_heads, group, D]`."""
     for query, (keys, values) in zip(asked, tiers, strict=True):
         if supported(query.shape[2], keys, values):
             found = attend_pages(query, keys, values, span)
@@ -97,7 +97,7 @@ def every(bench: Bench, asked: list[Tensor], tiers: list[Tier], span: PageSpan) 
 
 
 def expected(query: Tensor, keys: PackedStream, values: PackedStream, numbers: Tensor) -> Tensor:
-    """Softmax over the decoded tokens in float32, row by row."""
+    """Return the attention output over the decoded tokens in float32, `[rows, kv_heads, group, D]`."""
     rows = []
     for row, pages in enumerate(numbers.long()):
         first, second = (decoded(stream, pages) for stream in (keys, values))
@@ -106,7 +106,7 @@ def expected(query: Tensor, keys: PackedStream, values: PackedStream, numbers: T
 
 
 def decoded(stream: PackedStream, pages: Tensor) -> Tensor:
-    """float32 `[kv_heads, tokens, D]` of a row's pages."""
+    """Return a row's decoded pages, float32 `[kv_heads, tokens, D]`."""
     assert stream.parameters is not None
     words, parameters = stream.pages[pages], stream.parameters[pages]
     columns = parameters.shape[-1] // 2

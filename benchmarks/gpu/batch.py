@@ -1,7 +1,8 @@
-"""The largest batch of 32k tokens that the memory left beside an 8B model's weights holds, against 16 bits; and whether the
-bytes are those that were predicted.
+"""Measures the largest batch of 32k tokens that fits beside an 8B model's weights, against 16 bits, and compares its bytes with
+the predicted ones.
 
-A model has `part` times as many layers as are filled here, so they get one `part`-th of the memory: the batch is the whole model's.
+The model has `part` times as many layers as are filled here, so these get one `part`-th of the memory: the batch is that of the
+whole model.
 """
 
 import torch
@@ -18,13 +19,13 @@ from calib.runtime.methods import Geometry, build
 from calib.runtime.store import LayerContext
 
 WEIGHTS = 16 << 30  # bytes of 8 billion parameters in 16 bits
-SPARED = 0.9  # of what is left: activations need room, too
+SPARED = 0.9  # share of the remaining memory for the caches; the rest is for activations
 TRIES = 4
 
 
 @torch.no_grad()
 def largest(bench: Bench) -> Measured:
-    """Figures "batch" (ours over 16 bits) and "bytes" (|measured / predicted - 1|)."""
+    """Return the figures "batch" (rows with compression over rows in 16 bits) and "bytes" (|measured / predicted - 1|)."""
     bench.needs_kernel("quantise")
     size = bench.sizes
     per_row = 2 * size.layers * size.kv_heads * size.tokens * size.head_dim * bench.dtype.itemsize
@@ -50,9 +51,9 @@ def largest(bench: Bench) -> Measured:
 
 
 def filled(bench: Bench, rows: int) -> list[CompressedLayer]:
-    """Some layers that share their rows, with a prompt in each; what a prompt brings is gone again when this returns."""
+    """Return layers of one cache, each filled with a prompt; the prompts themselves are freed."""
     size = bench.sizes
-    heads = Heads(rows, size.kv_heads, size.kv_heads, size.head_dim)  # of queries, which nobody keeps, as few as can be
+    heads = Heads(rows, size.kv_heads, size.kv_heads, size.head_dim)  # queries are not stored: as few heads as possible
     method, geometry = build("zipcache", TIERS), Geometry(size.layers, size.kv_heads, size.head_dim)
     plans = [method.plan(number, geometry, None) for number in range(size.layers)]
     state = plans[0].sequences(size.layers, None)
@@ -65,7 +66,7 @@ def filled(bench: Bench, rows: int) -> list[CompressedLayer]:
 
 
 def held(bench: Bench, layers: list[CompressedLayer]) -> dict[str, int]:
-    """Bytes of the layers, their tables included: by walking their tensors, from shapes, and as the device's allocator says."""
+    """Return the bytes of the layers with their tables: measured over their tensors, predicted from shapes, and allocated."""
     state = layers[0].sequences
     predicted = sum(table.predicted_bytes() for table in state.all_tables)
     for layer in layers:

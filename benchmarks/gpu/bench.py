@@ -1,4 +1,4 @@
-"""What a measurement is given, and what it gives back."""
+"""The input and the result of a measurement."""
 
 import time
 from collections.abc import Callable
@@ -12,12 +12,12 @@ from benchmarks.gpu.sizes import Sizes
 
 
 class NotMeasured(Exception):
-    """Why there is no figure, in one line."""
+    """There is no figure; the message gives the reason in one line."""
 
 
 @dataclass(frozen=True)
 class Bench:
-    """Where and how large; `until` is the moment, on `time.monotonic`'s clock, at which a measurement stops repeating itself."""
+    """Device, sizes and dtype of a measurement; `until` is the time, by `time.monotonic`, after which it takes no more turns."""
 
     device: torch.device
     sizes: Sizes
@@ -26,23 +26,23 @@ class Bench:
 
     @property
     def on_gpu(self) -> bool:
-        """False in a dry run, where plain torch stands for every kernel."""
+        """False in a dry run on the CPU, where plain torch replaces every kernel."""
         return self.device.type == "cuda"
 
     @property
     def is_over(self) -> bool:
-        """Whether the time of this measurement is used up."""
+        """Whether the time of this measurement is over."""
         return time.monotonic() >= self.until
 
     def needs_kernel(self, *operations: str) -> None:
-        """Raises NotMeasured where an operation has no kernel yet: what plain torch takes is no figure of ours."""
+        """Raises NotMeasured if an operation has no kernel: the time of plain torch must not count as ours."""
         missing = [name for name in operations if self.on_gpu and not has_kernel(name)]
         if missing:
             raise NotMeasured(f"no kernel: {', '.join(missing)}")
 
 
 def has_kernel(operation: str) -> bool:
-    """Whether the operation has a `triton.py`."""
+    """Return whether the operation has a `triton.py`."""
     try:
         return find_spec(f"calib.kernels.{operation}.triton") is not None
     except ModuleNotFoundError:
@@ -51,7 +51,7 @@ def has_kernel(operation: str) -> bool:
 
 @dataclass
 class Measured:
-    """The figures of a measurement, each with its quartiles, and everything else that was found beside them."""
+    """The figures of a measurement by name, each as [low, median, high], and further results as `details`."""
 
     figures: dict[str, list[float]]
     details: dict[str, Any] = field(default_factory=dict)
@@ -59,7 +59,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Measurement:
-    """A function that measures, and the seconds it may take."""
+    """A named measurement: its function, and the seconds that it may take."""
 
     name: str
     run: Callable[[Bench], Measured]

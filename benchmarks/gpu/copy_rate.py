@@ -1,4 +1,4 @@
-"""How fast this device moves memory: the ceiling of everything that is bound by it."""
+"""The device's rate of copying memory, the upper bound for operations limited by memory bandwidth."""
 
 from functools import cache
 
@@ -12,7 +12,7 @@ BYTES = {"cuda": 4 << 30, "cpu": 1 << 22}
 
 @cache
 def copy_rate(bench: Bench) -> float:
-    """Bytes read plus bytes written a second, of a large copy; the median of 11."""
+    """Return bytes read plus bytes written per second of a large copy; the median of 11."""
     source = torch.randint(0, 255, (BYTES[bench.device.type],), dtype=torch.uint8, device=bench.device)
     target = torch.empty_like(source)
     target.copy_(source)

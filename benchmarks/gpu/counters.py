@@ -1,4 +1,4 @@
-"""One decode step of some methods between the start and the stop of a profiler, and what Nsight Compute counted in it.
+"""Runs one decode step of some methods inside a profiled range, and reads Nsight Compute's counters of its kernels.
 
     ncu --clock-control none --profile-from-start off --set full -o "$OUT/counters" python -m benchmarks.gpu.counters zipcache gear
     ncu --import "$OUT/counters.ncu-rep" --page details > "$OUT/counters.txt"
@@ -47,7 +47,7 @@ KERNEL = re.compile(r"^  (\w+) \((\d+), (\d+), (\d+)\)x\((\d+), \d+, \d+\)", re.
 
 
 def kernels(text: str) -> list[dict[str, Any]]:
-    """Every kernel of a details page, in the order of launches, with `FIGURES`; shares are of 1."""
+    """Return every kernel of a details page, in launch order, with `FIGURES`; shares are fractions of 1."""
     starts = [*KERNEL.finditer(text)]
     ends = [found.start() for found in starts[1:]] + [len(text)]
     return [_figures(found, text[found.end() : end]) for found, end in zip(starts, ends, strict=True)]
@@ -66,7 +66,7 @@ def _figures(kernel: re.Match[str], text: str) -> dict[str, Any]:
 
 @torch.no_grad()
 def step(name: str, device: torch.device, sizes: Sizes = REAL) -> None:
-    """The counted step of a method."""
+    """Runs a decode step of a method twice, the second time profiled."""
     bench = Bench(device, sizes, time.monotonic() + 600)
     (method, options), heads = STEPS[name], shape_a(bench)
     layers, (keys, values) = bare_layers(method, heads, 1, **options), prompt_of(bench, heads, 0)
@@ -85,7 +85,7 @@ def _profiled(bench: Bench, on: bool) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    """What the command line may say."""
+    """Return the parser of the command line."""
     found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     found.add_argument("steps", nargs="*", metavar="STEP", help=f"of {'; '.join(STEPS)} (all)")
     found.add_argument("--read", type=Path, metavar="FILE", help="print the figures of a details page, and run nothing")
@@ -93,7 +93,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str] | None = None) -> str | None:
-    """What was wrong with what was asked, if anything."""
+    """Runs the command; returns an error message for wrong arguments or without a GPU, else None."""
     asked = parser().parse_args(arguments)
     if asked.read is not None:
         if not asked.read.is_file():

@@ -1,9 +1,9 @@
-"""A decode step's attention over packed tiers, and over uniform codes, against the fastest SDPA over the same tokens in 16 bits.
+"""Times a decode step's attention over packed tiers and over uniform codes, against the fastest SDPA on the same tokens in 16 bits.
 
-A step is everything a layer does between the projections: attention over the tiers, the window and the new token, their
-merge, and storing the new token. Steps of as many layers as a model has are timed together, which share what a step works out
-once. The baseline attends and stores nothing. GEAR's also against what its authors' code does: decode the whole cache, correct it,
-attend.
+A step is everything a layer does between the projections: attention over the tiers, the window and the new token, their merge, and
+storing the new token. The steps of many layers of one cache are timed together, because layers share work that is done once per
+step. The baseline only attends and stores nothing. GEAR is also compared with its authors' way: decode the whole cache, add the
+corrections, attend.
 """
 
 import copy
@@ -24,55 +24,55 @@ from benchmarks.gpu.sdpa import fastest_decode
 from benchmarks.gpu.turns import in_turns
 from calib.runtime.layer import CompressedLayer
 
-# Which tokens are salient decides nothing about speed: few probes are enough to fill a cache with.
+# The speed does not depend on which tokens are salient, so few probes suffice when a cache is filled.
 TIERS: dict[str, Any] = {"tiers": ((4, 0.6), (2, 0.4)), "probe_share": 0.01}
 
-# A turn is shorter than a block of any of these, so that what is replayed is a step that encodes none.
+# Fewer steps are timed than a block has tokens, so that no replayed step encodes a block.
 UNIFORM = {"group": 128, "residual": 128}
 
 
 def shape_a(bench: Bench) -> Heads:
-    """Grouped queries, a batch of rows."""
+    """Return shape A: grouped queries, a batch of rows."""
     return Heads(bench.sizes.batch, bench.sizes.heads, bench.sizes.kv_heads, bench.sizes.head_dim)
 
 
 def one_row(bench: Bench) -> Heads:
-    """One row whose every query head has a KV head."""
+    """Return the shape of one row with as many KV heads as query heads (MHA)."""
     return Heads(1, bench.sizes.heads, bench.sizes.heads, bench.sizes.head_dim)
 
 
 def tiers(bench: Bench) -> Measured:
-    """60 % of the tokens at 4 bits, the rest at 2: ZipCache's, shape A."""
+    """Measure ZipCache with 60 % of the tokens at 4 bits and the rest at 2, shape A."""
     return measured(bench, "zipcache", shape_a(bench), TIERS)
 
 
 def tiers_one_row(bench: Bench) -> Measured:
-    """The same for one row without grouped queries."""
+    """Measure the same for one row without grouped queries."""
     return measured(bench, "zipcache", one_row(bench), TIERS)
 
 
 def uniform_4_bit(bench: Bench) -> Measured:
-    """Every token at 4 bits, keys by channel and values by token, groups of 128."""
+    """Measure KIVI at 4 bits, keys by channel and values by token, groups of 128."""
     return measured(bench, "kivi", shape_a(bench), {"bits": 4, **fitting(bench)})
 
 
 def uniform_2_bit(bench: Bench) -> Measured:
-    """The same at 2 bits."""
+    """Measure the same at 2 bits."""
     return measured(bench, "kivi", shape_a(bench), {"bits": 2, **fitting(bench)})
 
 
 def fitting(bench: Bench) -> dict[str, int]:
-    """Groups of 128; of a whole head where that is narrower."""
+    """Return KIVI's options with groups of 128, or of head_dim if that is less."""
     return {**UNIFORM, "group": min(UNIFORM["group"], bench.sizes.head_dim)}
 
 
 def gear(bench: Bench) -> Measured:
-    """GEAR as released: 4 bits, outliers, rank 4."""
+    """Measure GEAR as released: 4 bits, outliers, rank 4."""
     return measured(bench, "gear", shape_a(bench), {}, materialised=True)
 
 
 def components(bench: Bench) -> Measured:
-    """Transform coding at 2 bits: keys before RoPE are put together tile by tile, and turned; after it they fold into the query."""
+    """Measure `klt` at 2 bits: keys before RoPE are decoded and rotated by tiles; for keys after RoPE the query is transformed."""
     figures, details = {}, {}
     for rope in ("before", "after"):
         found = measured(bench, "klt", shape_a(bench), {"bits": 2.0, "block": 128, "rope": rope})
@@ -83,7 +83,7 @@ def components(bench: Bench) -> Measured:
 
 @torch.no_grad()
 def measured(bench: Bench, method: str, heads: Heads, options: dict[str, Any], materialised: bool = False) -> Measured:
-    """Figures "speedup", "share of copy" (of packed bytes read), and "against materialise"."""
+    """Return the figures "speedup", "share of copy" (packed bytes read over the copy rate), and "against materialise"."""
     bench.needs_kernel("attend")
     sizes, decoders = bench.sizes, []
     layers, exact = bare_layers(method, heads, sizes.caches, **options), []
@@ -93,7 +93,7 @@ def measured(bench: Bench, method: str, heads: Heads, options: dict[str, Any], m
     for number, layer in enumerate(layers):
         keys, values = exact[number % sizes.sets]
         filled(layer, heads, keys, values, number)
-        if materialised and number < sizes.host_sets:  # twice the bytes: fewer are enough to leave no trace in the L2
+        if materialised and number < sizes.host_sets:  # twice the bytes: fewer sets suffice to flush the L2
             decoders.append(decoder(layer, keys, values))
     given = [steps[number % sizes.sets] for number in range(sizes.caches)]
     launched, apart = checked(bench, layers, steps[0])
@@ -135,28 +135,28 @@ def measured(bench: Bench, method: str, heads: Heads, options: dict[str, Any], m
 
 
 def each(layers: Iterable[CompressedLayer], steps: Iterable[Step]) -> Tensor:
-    """A step of every layer; the last one's output."""
+    """Runs a step of every layer; returns the last one's output."""
     for layer, step in zip(layers, steps, strict=True):
         output = forward(layer, step.query, step.keys, step.values)
     return output
 
 
 def attend_each(attention: Any, exact: list[tuple[Tensor, Tensor]], steps: list[Step]) -> Tensor:
-    """The baseline of all sets."""
+    """Runs the baseline on all sets of inputs; returns the last output."""
     for (keys, values), step in zip(exact, steps, strict=True):
         output: Tensor = attention(step.query, keys, values)
     return output
 
 
 def materialise_each(attention: Any, decoders: list[Callable[[], tuple[Tensor, Tensor]]], steps: list[Step]) -> Tensor:
-    """Decode, correct, attend."""
+    """For each set decodes the whole cache with its corrections, then attends; returns the last output."""
     for decoded, step in zip(decoders, steps, strict=False):
         output: Tensor = attention(step.query, *decoded())
     return output
 
 
 def decoder(layer: CompressedLayer, keys: Tensor, values: Tensor) -> Callable[[], tuple[Tensor, Tensor]]:
-    """What brings the tokens of the first tier back in 16 bits, from a block as the method's own codec encodes it."""
+    """Return a function that decodes the first tier's tokens to 16 bits, from a block encoded by the method's codec."""
     assert layer.store is not None
     stages = layer.store.plan.tiers[0]
     parts = [
@@ -173,8 +173,10 @@ def decoder(layer: CompressedLayer, keys: Tensor, values: Tensor) -> Callable[[]
 
 
 def checked(bench: Bench, layers: list[CompressedLayer], step: Step) -> tuple[list[str], float]:
-    """The first layer's step in a copy of the cache against the same in plain torch; which kernels were launched, and how far
-    apart both are."""
+    """Compare the first layer's step, in a copy of the cache, with plain torch.
+
+    Returns the names of the launched kernels and the relative distance. Raises Disagrees if that is too large.
+    """
     with kernels("reference"):
         expected = forward(copy.deepcopy(layers)[0], step.query, step.keys, step.values)
     ours = copy.deepcopy(layers)[0]
@@ -184,7 +186,7 @@ def checked(bench: Bench, layers: list[CompressedLayer], step: Step) -> tuple[li
 
 
 def packed_bytes(layer: CompressedLayer) -> int:
-    """What a step has to read of a layer: codes, parameters, corrections and exact tokens; not tables and positions."""
+    """Return the bytes of a layer that a step reads: codes, parameters, corrections and exact tokens; not tables and positions."""
     assert layer.store is not None
     kinds = layer.store.footprint().kinds
     return sum(

@@ -1,4 +1,4 @@
-"""GPUs as their data sheets describe them: the numbers that predictions start from."""
+"""Figures of GPUs from their data sheets, on which predictions are based."""
 
 from dataclasses import dataclass
 
@@ -11,8 +11,8 @@ class Device:
         capability: compute capability times ten.
         multiprocessors: SMs.
         hertz: boost clock.
-        bytes_per_second: of its memory, at the peak.
-        source: where these stand.
+        bytes_per_second: peak rate of its memory.
+        source: of these figures.
     """
 
     name: str
@@ -23,14 +23,14 @@ class Device:
     source: str
 
     def copied(self, seconds: float) -> float:
-        """Bytes that a copy moves in so long."""
+        """Return the bytes that a copy moves in `seconds`."""
         return COPY * self.bytes_per_second * seconds
 
 
-# What a large copy reaches of the peak: 4.3 of the 4.8 TB/s of the H200 that the targets were set for. Assumed of all three.
+# Share of the peak that a large copy reaches: 4.3 of 4.8 TB/s on the H200 of the targets. Assumed for all three GPUs.
 COPY = 0.9
 
-# Seconds that a node of a CUDA graph costs, at least and at most, and how many the baseline has: attention and its merge.
+# Least and most seconds that a node of a CUDA graph costs, and the number of nodes of the baseline: attention and its merge.
 NODE, BASELINE_NODES = (2e-6, 2.5e-6), 2
 
 DEVICES = {

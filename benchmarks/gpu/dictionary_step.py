@@ -1,4 +1,4 @@
-"""A training step of NeuralDict against the same step written with autograd alone (`benchmarks/neural_dict_cpu.py` on a CPU)."""
+"""Times a training step of NeuralDict against the same step in plain autograd (on a CPU: `benchmarks/neural_dict_cpu.py`)."""
 
 from collections.abc import Callable
 from functools import partial
@@ -15,11 +15,11 @@ from benchmarks.gpu.turns import in_turns
 from calib.neural_dict.dictionary import NeuralDictionary, Task
 from calib.neural_dict.options import DictionaryOptions
 
-AGREE = 1e-3  # relative difference of the losses: an atom chosen otherwise in a near tie changes a batch's by less
+AGREE = 1e-3  # largest relative difference of the losses; another choice of an atom in a near tie changes them by less
 
 
 class Autograd:
-    """The step as CSR's eq. 8 to 11 are printed: matching pursuit differentiated, I - W W^T formed, Adam, ReNorm."""
+    """The step as in CSR's eq. 8 to 11: autograd through matching pursuit, I - W W^T formed explicitly, Adam, ReNorm."""
 
     def __init__(self, atoms: Tensor, sparsity: int, rate: float) -> None:
         self.atoms, self.sparsity = atoms.clone().requires_grad_(), sparsity
@@ -28,7 +28,7 @@ class Autograd:
         self.before: Tensor | None = None
 
     def step(self, x: Tensor) -> Tensor:
-        """One step; both losses `[2]`."""
+        """Takes one step; returns both losses, `[2]`."""
         for _ in range(self.sparsity):
             products = x @ self.atoms.T
             position = products.abs().argmax(1)
@@ -47,12 +47,12 @@ class Autograd:
 
 
 def ours(atoms: Tensor, sparsity: int) -> NeuralDictionary:
-    """The project's, starting from the same atoms."""
+    """Return calib's dictionary, starting from the same atoms."""
     count, width = atoms.shape
     samples = vectors(count, width, 1, torch.device("cpu"))
     dictionary = NeuralDictionary(Task("keys.0", samples, samples[:8], count, sparsity), DictionaryOptions(), 0)
     dictionary.to(atoms.device)
-    dictionary.losses.zero_()  # so no centroids are looked for
+    dictionary.losses.zero_()  # finite losses, so that `begin` computes no centroids
     with torch.no_grad():
         dictionary.atoms.copy_(atoms)
     dictionary.begin()
@@ -61,7 +61,7 @@ def ours(atoms: Tensor, sparsity: int) -> NeuralDictionary:
 
 
 def training_step(bench: Bench) -> Measured:
-    """Figure "speedup": autograd's time over ours."""
+    """Return the figure "speedup": autograd's time over ours."""
     bench.needs_kernel("matching_pursuit")
     size = bench.sizes
     width = min(size.head_dim, size.step_atoms)

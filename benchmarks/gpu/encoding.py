@@ -1,8 +1,8 @@
-"""Quantising and packing a prompt's keys and values, against `clone()` of the same: a pass that reads and writes them.
+"""Times quantising and packing of a prompt's keys and values against `clone()`, one pass that reads and writes them.
 
-"one pass": ranges of the group that is being encoded (KIVI: keys by channel in groups of 32 tokens, values by token in groups
-of 32 channels, 4 bits). "two passes": ranges over the whole prompt come first (ZipCache: keys by channel, values by token after
-the channel's scale).
+"one pass": ranges are those of the group that is being encoded (KIVI: keys by channel in groups of 32 tokens, values by token in
+groups of 32 channels, 4 bits). "two passes": ranges over the whole prompt are measured first (ZipCache: keys by channel, values by
+token after division by the channel's scale).
 """
 
 from collections.abc import Callable
@@ -28,14 +28,14 @@ Pair = tuple[Tensor, Tensor]
 
 @torch.no_grad()
 def one_pass(keys: Tensor, values: Tensor) -> list[Tensor]:
-    """Words and parameters of both."""
+    """Return words and parameters of keys and values."""
     first = encode_uniform(keys, (GROUP, 1), BITS, 1.0, torch.float16)
     return [*first, *encode_uniform(values, (1, GROUP), BITS, 1.0, torch.float16)]
 
 
 @torch.no_grad()
 def two_passes(keys: Tensor, values: Tensor) -> list[Tensor]:
-    """Words of both and the values' parameters; the channels' numbers are measured first."""
+    """Return words of keys and values and the values' parameters, after measuring channel ranges and scales."""
     ranges = MeasuredRange().measure(keys, keys, torch.float16)
     scales = MeasuredScale().measure(values, values, torch.float16)
     first = encode_fixed(keys, BITS, 1.0, Prologue(center=ranges.center, half=ranges.half))
@@ -44,7 +44,7 @@ def two_passes(keys: Tensor, values: Tensor) -> list[Tensor]:
 
 
 def quantise(bench: Bench) -> Measured:
-    """Figures "one pass" and "two passes": time over that of `clone()`."""
+    """Return the figures "one pass" and "two passes": time over that of `clone()`."""
     bench.needs_kernel("quantise")
     sets = [prompt_of(bench, shape_a(bench), seed) for seed in range(bench.sizes.host_sets)]
     launched = {name: checked(bench, way, sets[0]) for name, way in WAYS.items()}
@@ -59,18 +59,18 @@ WAYS = {"one pass": one_pass, "two passes": two_passes}
 
 
 def cloned(keys: Tensor, values: Tensor) -> Pair:
-    """The baseline."""
+    """Return copies of keys and values: the baseline."""
     return keys.clone(), values.clone()
 
 
 def each(way: Callable[[Tensor, Tensor], object], sets: list[Pair]) -> None:
-    """All sets; each is many times the L2."""
+    """Runs `way` on all sets of inputs, each many times larger than the L2."""
     for keys, values in sets:
         way(keys, values)
 
 
 def checked(bench: Bench, way: Callable[[Tensor, Tensor], list[Tensor]], given: Pair) -> list[str]:
-    """A row's bits against plain torch on the CPU, where they are defined; the kernels launched."""
+    """Compare the first row bit for bit with plain torch on the CPU, the reference; returns the names of launched kernels."""
     with supported(bench, "quantise") as launched:
         found = way(*given)
     with kernels("reference"):

@@ -1,4 +1,4 @@
-"""Tokens a second of a whole model: ours against transformers' DynamicCache and QuantizedCache, behind the same 32k tokens.
+"""Measures tokens per second of a whole model after 32k tokens, with our cache against DynamicCache and QuantizedCache.
 
 Every cache is filled with the same random keys and values, layer by layer; then the model decodes with each in turn. "graph"
 replays steps from CUDA graphs.
@@ -28,12 +28,12 @@ from calib.runtime import compress
 from calib.runtime.cache import CompressedCache
 from calib.runtime.logits import Logits
 
-STEPS = 4  # tokens a turn
-LOGITS = 2**-5  # largest difference over the largest logit, after a few layers in bfloat16
+STEPS = 4  # tokens decoded per turn
+LOGITS = 2**-5  # largest relative distance of logits after a few layers in bfloat16
 
 
 def fill(bench: Bench, cache: Cache, rows: int, count: int) -> None:
-    """The same prompt into every layer of any cache."""
+    """Stores the same prompt, of `count` tokens and `rows` rows, in every layer of any cache."""
     heads = shape_a(bench)
     for number in range(bench.sizes.layers):
         keys, values = (part[:rows] for part in prompt_of(bench, heads, number, count))
@@ -44,7 +44,7 @@ def fill(bench: Bench, cache: Cache, rows: int, count: int) -> None:
 
 
 def decode(model: LlamaForCausalLM, cache: Cache, token: Tensor, steps: int = STEPS) -> Tensor:
-    """Greedy steps; the last logits."""
+    """Decodes `steps` tokens greedily; returns the last logits."""
     for _ in range(steps):
         logits = model(token, past_key_values=cache).logits[:, -1:]
         token = logits.argmax(-1)
@@ -53,7 +53,7 @@ def decode(model: LlamaForCausalLM, cache: Cache, token: Tensor, steps: int = ST
 
 @torch.no_grad()
 def against_dynamic(bench: Bench) -> Measured:
-    """Figures "eager" and "graph": DynamicCache's time over ours (60/40 of 4/2 bits)."""
+    """Return the figures "eager" and "graph": DynamicCache's time over ours (60/40 of 4/2 bits)."""
     bench.needs_kernel("attend", "quantise")
     model, rows = model_of(bench), bench.sizes.batch
     token = ids_of(bench, rows, 1)
@@ -77,7 +77,7 @@ def against_dynamic(bench: Bench) -> Measured:
 
 
 def own(model: LlamaForCausalLM, cache: Cache, token: Tensor, steps: int = STEPS) -> Tensor:
-    """The same with transformers' own attention, which a model has while no cache of ours is attached to it."""
+    """Decodes with transformers' own SDPA attention, as a model does while no cache of ours is attached to it."""
     held = model.config._attn_implementation_internal
     model.config._attn_implementation_internal = "sdpa"
     try:
@@ -89,8 +89,10 @@ def own(model: LlamaForCausalLM, cache: Cache, token: Tensor, steps: int = STEPS
 def _graphs(
     bench: Bench, model: LlamaForCausalLM, dynamic: Cache, token: Tensor, kept: dict[str, list[float]]
 ) -> dict[str, Any]:
-    """Ratios of replayed steps: ours with `graphs=True`, which go on from block to block as they do for a user; DynamicCache's
-    from one recorded step, whose tensors are as long as they were. Or why there are none; figures without graphs are `kept`.
+    """Return the ratios of replayed steps, or the reason why there are none.
+
+    Our steps run with `graphs=True`, as for a user, from block to block; DynamicCache's repeat one recorded step at a fixed length.
+    `kept` are figures without graphs, which count if the time is over.
     """
     recorded, way = replayed(bench, partial(own, model, dynamic, token, steps=1), dynamic.layers)
     with compress(model, "zipcache", graphs=bench.on_gpu, **TIERS) as cache:
@@ -98,7 +100,7 @@ def _graphs(
         tidy(bench)
         ours = partial(decode, model, cache, token, 1)
         if bench.on_gpu:
-            for _ in range(3):  # as always, recorded, replayed
+            for _ in range(3):  # first an eager step, then a recorded one, then a replayed one
                 ours()
             if way != "graph" or cache.graphs is None or cache.graphs.refused:
                 return {
@@ -117,8 +119,9 @@ def _graphs(
 
 @torch.no_grad()
 def against_quanto(bench: Bench) -> Measured:
-    """Figure "speedup": QuantizedCache's time over ours, both at 4 bits. Turns in which either encodes what has become old
-    are single ones: the median is of those that do not.
+    """Return the figure "speedup": QuantizedCache's time over ours, both at 4 bits.
+
+    Few turns encode a block of older tokens, so the median is that of turns without encoding.
     """
     if find_spec("optimum") is None or find_spec("optimum.quanto") is None:
         raise NotMeasured("needs optimum-quanto")
@@ -139,7 +142,7 @@ def against_quanto(bench: Bench) -> Measured:
 
 
 def checked(bench: Bench, model: LlamaForCausalLM, cache: CompressedCache, token: Tensor) -> tuple[list[str], float]:
-    """A step's logits against plain torch's from the same stored tokens."""
+    """Compare a step's logits with plain torch's from the same stored tokens; returns launched kernels and the distance."""
     with kernels("reference"), copy.deepcopy(cache) as other:
         expected = decode(model, other, token, 1)
     with supported(bench, "attend") as launched, copy.deepcopy(cache) as other:

@@ -1,4 +1,4 @@
-"""The tests that need a GPU, in a process of their own, within their share of the time; cut off, they still tell what failed."""
+"""Runs the tests that need a GPU in a separate process within a time limit; failures are reported even if it is cut off."""
 
 import os
 import re
@@ -13,19 +13,19 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 FOLDER = "tests/gpu"
-WORKERS = 12  # processes, each with a context of its own on the device
-ALONE = 30  # seconds below which several processes would not be worth their start
-EACH = 90  # seconds of one test, where pytest-timeout is there
-CLOSING = 10  # seconds for pytest to say what it has, once it is interrupted
+WORKERS = 12  # most processes, each with its own context on the device
+ALONE = 30  # with fewer seconds, starting several processes is not worthwhile
+EACH = 90  # most seconds of one test, if pytest-timeout is installed
+CLOSING = 10  # seconds for pytest to print its summary after an interrupt
 
-# A line of `-vv`, by several processes or by one, and what it tells.
+# The lines of `pytest -vv` for one test, with several processes or one, and pytest's last line.
 BY_WORKER = re.compile(r"^\[gw\d+\] \[ *\d+%\] (PASSED|FAILED|SKIPPED|ERROR) (.+?) *$")
 ALONE_LINE = re.compile(r"^(\S+::.+) (PASSED|FAILED|SKIPPED|ERROR)\b.*$")
 LAST = re.compile(r"\d+ (passed|failed|skipped|error).* in [\d.]+s")
 
 
 def command(seconds: float, *paths: str) -> list[str]:
-    """pytest, a line for each test as soon as it is over."""
+    """Return the pytest command, which prints a line for each test as soon as it is over."""
     found = [sys.executable, "-m", "pytest", "-vv", "-rf", "-p", "no:cacheprovider", "--tb=line", *paths]
     if find_spec("pytest_timeout") is not None:
         found += ["--timeout", str(EACH)]
@@ -35,10 +35,10 @@ def command(seconds: float, *paths: str) -> list[str]:
 
 
 def run(seconds: float, log: Path, *paths: str) -> dict[str, Any]:
-    """Counts by outcome, the failures' lines, and one `line` that says it all. `log` gets everything that pytest says, at once."""
+    """Run the tests; return counts by outcome, the lines of failures, and a summary as `line`. `log` gets pytest's output."""
     if find_spec("pytest") is None:
         return {"line": "pytest is missing: no test was run", "failed": []}
-    # The tests are written for the interpreter too; here kernels are compiled.
+    # The tests also run in Triton's interpreter; here kernels are compiled.
     environment = {**os.environ, "TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "2", "PYTHONUNBUFFERED": "1"}
     with log.open("w") as said:
         process = subprocess.Popen(
@@ -65,7 +65,7 @@ def run(seconds: float, log: Path, *paths: str) -> dict[str, Any]:
 
 
 def outcome(said: str, status: int, cut: str | None) -> dict[str, Any]:
-    """What a run said, as far as it went."""
+    """Return the results in pytest's output `said`, also of an unfinished run; `cut` is the reason it was stopped, if it was."""
     counts: Counter[str] = Counter()
     names: list[str] = []
     for line in said.splitlines():
@@ -78,7 +78,7 @@ def outcome(said: str, status: int, cut: str | None) -> dict[str, Any]:
         counts["failed_tests" if what == "FAILED" else what.lower()] += 1
         if what in ("FAILED", "ERROR"):
             names.append(f"{what} {name}")
-    # pytest's own list has the reasons; one that was killed has made none.
+    # pytest's own summary has the reasons; a killed run has no summary.
     summary = [line[:300] for line in said.splitlines() if line.startswith(("FAILED ", "ERROR "))]
     failed = summary if len(summary) >= len(names) else names
     last = [line.strip("= ") for line in said.splitlines() if LAST.search(line)]

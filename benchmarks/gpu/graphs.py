@@ -1,4 +1,4 @@
-"""A step's launches recorded once and replayed: what remains is the device's own time."""
+"""Records a step's launches in a CUDA graph and replays them, so that only the device's own time is measured."""
 
 import gc
 from collections.abc import Callable
@@ -10,16 +10,16 @@ from torch import Tensor
 from benchmarks.gpu.bench import Bench
 from calib.runtime.memory import tensors
 
-# Host memory whose copy to the device is part of a graph: read again by every replay, so it lives as long as the process.
+# Pinned host memory that every replay of a graph copies to the device again, so it is never freed.
 _kept: list[Tensor] = []
 
 
 def replayed(bench: Bench, step: Callable[[], object], holder: Any) -> tuple[Callable[[], object], str]:
-    """`step` as a graph's replay, and "graph"; or itself and why it could not be recorded ("eager: ...").
+    """Return a function that replays `step` from a graph, and "graph"; or `step` itself and the reason ("eager: ...").
 
-    A step that advances a length on the host is recorded at one length: every replay writes the same slots again. What a
-    step does on the host, and what it does only in some steps (encoding a full block), is not in the graph. The tensors of
-    `holder` that the step replaces by others outlive it: replays go on reading the first.
+    A step that advances a length on the host is recorded at one length: every replay writes the same slots again. Work on the
+    host, and work of other steps only (encoding a full block), is not in the graph. Tensors of `holder` that the step replaces
+    are kept alive, because replays still read them.
     """
     if not bench.on_gpu:
         return step, "eager: no GPU"
@@ -38,7 +38,7 @@ def _recorded(step: Callable[[], object], holder: Any) -> Callable[[], object]:
             step()
     torch.cuda.current_stream().wait_stream(beside)
     torch.cuda.synchronize()
-    gc.collect()  # nothing may be given back, and wait for the device, while it records
+    gc.collect()  # no memory may be freed during the recording, as that would wait for the device
     graph, pin, results = torch.cuda.CUDAGraph(), Tensor.pin_memory, [list(tensors(holder))]
 
     def kept(tensor: Tensor, *args: Any) -> Tensor:
@@ -62,6 +62,6 @@ def _recorded(step: Callable[[], object], holder: Any) -> Callable[[], object]:
 
 
 def one_line(error: BaseException) -> str:
-    """The first line of an error, with its kind where it says nothing."""
+    """Return the type of an error with the first line of its message, if it has one."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__

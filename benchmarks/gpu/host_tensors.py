@@ -1,5 +1,5 @@
-"""Which tensors would be the host's own on a GPU as well, while a layer runs on a CPU as it would there: what is made without a
-device, and what is made of such tensors alone. A copy that is brought to the device is the device's.
+"""Finds, while a layer runs on a CPU, the tensors that would be on the host if it ran on a GPU: those created without a device, and
+results of such tensors alone. A copy made by `upload` counts as a tensor of the device.
 """
 
 import sys
@@ -18,12 +18,12 @@ FACTORIES = {"arange", "empty", "from_numpy", "full", "ones", "rand", "randn", "
 
 
 class HostTensors(TorchFunctionMode):
-    """Knows, inside `with`, the tensors of the host."""
+    """Mode that records, inside `with`, which tensors are the host's."""
 
     def __init__(self) -> None:
         super().__init__()
         self.known = WeakTensorKeyDictionary()
-        self.making = self.uploading = False  # a tensor of the host, or one of the device from it
+        self.making = self.uploading = False  # whether a host tensor, or a device copy of one, is being created
         self.replaced = ExitStack()
 
     def __enter__(self) -> "HostTensors":
@@ -53,7 +53,7 @@ class HostTensors(TorchFunctionMode):
         return found
 
     def _uploaded(self, *given: Any) -> Tensor:
-        """As on a GPU, where the device has a copy."""
+        """Return a copy, as `upload` does on a GPU."""
         found = to_device(*given)
         self.uploading = True
         try:
@@ -62,7 +62,7 @@ class HostTensors(TorchFunctionMode):
             self.uploading = False
 
     def owns(self, given: Sequence[Tensor], made: Iterable[Tensor]) -> bool:
-        """Whether an operation on tensors that are `given` is one of the host; those that are `made` are the host's then."""
+        """Return whether an operation on the tensors `given` runs on the host; if so, record its results `made` as the host's."""
         own = all(part in self.known for part in given) and not self.uploading if given else self.making
         for part in made if own else ():
             self.known[part] = True

@@ -1,8 +1,8 @@
-"""How many kernels a decode step launches in a layer, counted on any machine: operations of torch that are kernels on a GPU, and
-our own kernels. What a launch costs is not in it.
+"""Counts, on any machine, the kernels that a decode step launches in a layer: operations of torch that are kernels on a GPU, and our
+own kernels. The cost of a launch is not measured.
 
 The step runs on the CPU as it would on a GPU, our kernels in Triton's interpreter. An operation of torch is counted as one launch,
-though some are two or three; views and allocations are none. Numbers that the host uploads are not seen.
+though some are two or three; views and allocations do not count. Uploads of numbers from the host are not counted either.
 """
 
 from collections import Counter
@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from benchmarks.gpu.inputs import queries, tokens
 from benchmarks.gpu.layers import Heads, bare_layers, forward
 
-# What only makes or names memory, besides views.
+# Operations, besides views, that only allocate memory or change metadata.
 ALLOCATIONS = {
     "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "lift_fresh", "resize_", "set_", "is_pinned",
 }  # fmt: skip
@@ -25,7 +25,7 @@ ALLOCATIONS = {
 HEADS = Heads(rows=1, heads=4, kv_heads=2, head_dim=64)
 PROMPT, STEPS, LAYERS = 200, 3, 2
 
-# Options under which a step in a few hundred tokens reads what it reads in a long cache.
+# Options with which a step after a few hundred tokens uses the same stores as in a long cache.
 METHODS: dict[str, dict[str, Any]] = {
     "full": {}, "rtn": {"bits": 4}, "kivi": {"bits": 2}, "klt": {"bits": 2.0, "predict": True}, "zipcache": {}, "gear": {},
     "mikv": {}, "h2o": {}, "snapkv": {}, "tova": {}, "streaming_llm": {}, "csr": {"online": 64}, "specache": {},
@@ -33,7 +33,7 @@ METHODS: dict[str, dict[str, Any]] = {
 
 
 class Launches(TorchDispatchMode):
-    """Counts inside `with`: `torch`, by operation, and `ours`, by kernel."""
+    """Mode that counts launches inside `with`: `torch` by operation, and `ours` by kernel."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Launches(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class StepLaunches:
-    """Launches of a decode step: of `torch` and `ours` in a layer, and of either `once`, for all layers together."""
+    """Launches of a decode step: of `torch` and `ours` in each layer, and `once`, the number done once for all layers."""
 
     torch: Counter[str]
     ours: Counter[str]
@@ -58,15 +58,17 @@ class StepLaunches:
 
     @property
     def total(self) -> int:
-        """In a layer."""
+        """Launches in a layer."""
         return self.torch.total() + self.ours.total()
 
 
 @torch.no_grad()
 def launches_of(method: str, options: dict[str, Any]) -> StepLaunches:
-    """Of the step with the fewest among `STEPS`, but the first: one in which no block is encoded. The layer is the second: what the
-    first works out for all is what it launches more. A step is one of those that `generate` makes: with a speculative token where
-    the method has one, and what the step before fetched."""
+    """Return the launches of the step with the fewest among `STEPS` without the first one, so that it encodes no block.
+
+    Counted in the second layer; what the first layer launches more is work done once for all layers. The step is as in `generate`:
+    with a speculative token if the method has one, and with the tokens that the step before fetched.
+    """
     layers, width = bare_layers(method, HEADS, LAYERS, **options), 1
     if method == "specache":
         width += options.get("speculative", True)
@@ -91,7 +93,7 @@ def launches_of(method: str, options: dict[str, Any]) -> StepLaunches:
 
 @contextmanager
 def _interpreted(launches: Launches) -> Iterator[None]:
-    """Our kernels, uncounted but for their launch: what the interpreter does is no operation of the step."""
+    """Context that counts only the launch of our kernels, not the operations by which the interpreter runs them."""
     from triton.runtime.interpreter import InterpretedFunction
 
     run = InterpretedFunction.run
@@ -109,7 +111,7 @@ def _interpreted(launches: Launches) -> Iterator[None]:
 
 
 def table(methods: dict[str, dict[str, Any]]) -> Iterator[str]:
-    """A line for each method."""
+    """Yields a line for each method."""
     yield f"{'method':14} {'torch':>6} {'ours':>5} {'together':>9} {'once a step':>12}"
     for method, options in methods.items():
         found = launches_of(method, options)

@@ -1,8 +1,8 @@
-"""Attention with other launch options than its own: programs on a multiprocessor, and turns whose loads are under way. Its kernel
-alone, and a layer's step, this also with its launches one after the other.
+"""Times attention with other launch options than its default: programs per multiprocessor, and pipeline stages of loads. It times the
+kernel alone and a layer's step, the latter also without overlapping launches.
 
-These are choices that no compiler answers: more programs hide more of the memory's time, and leave more parts to merge; more
-stages ask for more shared memory, and so leave room for fewer programs; a launch that begins early takes room from the one before.
+These options can only be decided by measuring: more programs hide more memory latency, but leave more parts to merge; more stages
+need more shared memory, which leaves room for fewer programs; a launch that begins early takes resources from the one before.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,27 +23,27 @@ from benchmarks.gpu.turns import in_turns_or_none
 from calib.kernels.attend import exact_triton, page_launch
 
 PROGRAMS, STAGES = (4, 8, 12, 16), (2, 3, 5)
-WARPS = (1, 2, 4, 8)  # of the launch that joins runs
-LAYERS = 3  # of a cache, whose steps are timed together
+WARPS = (1, 2, 4, 8)  # of the launch that merges the parts of the softmax
+LAYERS = 3  # layers of a cache, whose steps are timed together
 OWN = "as they are"
 
 
 def batch_1(bench: Bench) -> Measured:
-    """A row alone."""
+    """Measure one row."""
     return swept(bench, 1)
 
 
 def batch_8(bench: Bench) -> Measured:
-    """Shape A."""
+    """Measure shape A."""
     return swept(bench, bench.sizes.batch)
 
 
 @contextmanager
 def options(programs: int, stages: int) -> Iterator[None]:
-    """Launches inside have these."""
+    """Context in which launches have these options."""
     held = page_launch.PROGRAMS, page_launch.stages_of, page_launch.PageLaunch.over
     page_launch.PROGRAMS, page_launch.stages_of = programs, lambda *given: stages
-    page_launch.PageLaunch.over = staticmethod(page_launch.made)  # what a stream keeps has its own
+    page_launch.PageLaunch.over = staticmethod(page_launch.made)  # a stream's cached launch would keep its own options
     try:
         yield
     finally:
@@ -53,7 +53,7 @@ def options(programs: int, stages: int) -> Iterator[None]:
 
 @contextmanager
 def joining(warps: int) -> Iterator[None]:
-    """Launches inside that join runs have so many warps."""
+    """Context in which the launches that merge parts have so many warps."""
     held = exact_triton.exact_launch
     exact_triton.exact_launch = lambda *given: held(*given) | {"num_warps": warps}
     try:
@@ -64,7 +64,7 @@ def joining(warps: int) -> Iterator[None]:
 
 @contextmanager
 def one_by_one() -> Iterator[None]:
-    """Launches inside begin when the one before is done."""
+    """Context in which a launch begins only when the one before is done."""
     held = exact_triton.begins_early
     exact_triton.begins_early = lambda device: False
     try:
@@ -75,7 +75,7 @@ def one_by_one() -> Iterator[None]:
 
 @torch.no_grad()
 def swept(bench: Bench, rows: int) -> Measured:
-    """Figures "4 bit, 8 programs, 3 stages" and so on: the time with the kernel's own options over that with these."""
+    """Return figures such as "4 bit, 8 programs, 3 stages": the time with the kernel's default options over that with these."""
     bench.needs_kernel("attend", "quantise")
     heads = replace(shape_a(bench), rows=rows)
     exact = [prompt_of(bench, heads, seed) for seed in range(bench.sizes.sets)]
@@ -95,7 +95,7 @@ def swept(bench: Bench, rows: int) -> Measured:
             with options(programs, stages):
                 try:
                     agree(f"attention at {bits} bits with {name}", call(), right, KERNEL)
-                except (RuntimeError, ValueError) as error:  # more shared memory than there is
+                except (RuntimeError, ValueError) as error:  # for instance too little shared memory
                     refused[name] = one_line(error)
                     continue
                 calls[name], ways[name] = replayed(bench, call, None)
@@ -117,7 +117,7 @@ def swept(bench: Bench, rows: int) -> Measured:
 
 @torch.no_grad()
 def of_steps(bench: Bench) -> Measured:
-    """Figures "zipcache, 8 programs, 3 stages" and so on: the time of a layer's step with its own options over that with these."""
+    """Return figures such as "zipcache, 8 programs, 3 stages": a layer's step time with default options over that with these."""
     bench.needs_kernel("attend", "quantise")
     heads, known = shape_a(bench), {"zipcache": TIERS}
     known |= {f"kivi, {bits} bits": {"bits": bits, "residual": 128, **fitting(bench)} for bits in (4, 2)}
@@ -133,7 +133,7 @@ def of_steps(bench: Bench) -> Measured:
         others |= {f"{warps} warps join": joining(warps) for warps in WARPS} | {"no launch early": one_by_one()}
         for other, launches in others.items():
             with launches:
-                layers[0].sequences.taped.forget()  # which go on with the options that they were recorded with
+                layers[0].sequences.taped.forget()  # recorded launches would keep their options
                 call()
                 calls[other] = replayed(bench, call, layers)[0]
         found = in_turns_or_none(bench, calls, {other: (OWN, other) for other in calls}, figures)

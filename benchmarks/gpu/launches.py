@@ -1,4 +1,4 @@
-"""Which kernels ran, and how long: a figure of ours must not come from plain torch because a kernel declined the inputs.
+"""Records which kernels ran and for how long, so that a figure cannot come from plain torch when a kernel declined the inputs.
 
 python -m benchmarks.gpu.launches [METHOD ...]     # launches of a decode step in a layer, counted on any machine
 """
@@ -17,9 +17,9 @@ from benchmarks.gpu.bench import Bench, NotMeasured
 
 @contextmanager
 def supported(bench: Bench, *operations: str) -> Iterator[set[str]]:
-    """Collects the names of the Triton kernels launched inside.
+    """Context that collects the names of the Triton kernels launched in it.
 
-    Raises NotMeasured at the end where no kernel of one of the `operations` was among them. Nothing is looked for in a dry run.
+    Raises NotMeasured at the end if any of the `operations` launched no kernel. In a dry run nothing is collected.
     """
     launched: set[str] = set()
     if not bench.on_gpu:
@@ -46,9 +46,9 @@ def supported(bench: Bench, *operations: str) -> Iterator[set[str]]:
 
 
 def by_kernel(bench: Bench, call: Callable[[], object]) -> dict[str, tuple[float, int]]:
-    """Milliseconds that the device spends in each kernel of a call, and its launches; of a dry run the CPU's operations.
+    """Return milliseconds and launches of each kernel of a call on the device; in a dry run of the CPU's operations.
 
-    A profiler that was there once goes on costing every later launch of the process.
+    Once used, the profiler slows down every later launch of the process.
     """
     call()
     activity = ProfilerActivity.CUDA if bench.on_gpu else ProfilerActivity.CPU
@@ -64,8 +64,10 @@ def by_kernel(bench: Bench, call: Callable[[], object]) -> dict[str, tuple[float
 
 
 def device_times(bench: Bench, call: Callable[[], object], most: int = 12) -> dict[str, float]:
-    """Milliseconds in each kernel of a call, the longest first, and "all" of them; no gaps between. Only with
-    `CALIB_GPU_PROFILE=1`."""
+    """Return milliseconds in each kernel of a call, the longest first, and their sum as "all", without gaps between kernels.
+
+    Empty unless `CALIB_GPU_PROFILE=1`.
+    """
     if not bench.on_gpu or os.environ.get("CALIB_GPU_PROFILE") != "1":
         return {}
     taken = {name[:80]: milliseconds for name, (milliseconds, _) in by_kernel(bench, call).items()}
@@ -74,7 +76,7 @@ def device_times(bench: Bench, call: Callable[[], object], most: int = 12) -> di
 
 
 def main(names: list[str]) -> None:
-    """Prints the launches of these methods' steps, or of all (`launch_counts.py`)."""
+    """Prints the launches of a decode step of these methods, or of all (`launch_counts.py`)."""
     os.environ |= {"CALIB_KERNELS": "triton", "TRITON_INTERPRET": "1"}  # before a kernel is imported
     from benchmarks.gpu.launch_counts import METHODS, table
 

@@ -1,8 +1,8 @@
-"""Clocks for which a turn of a loop keeps a scheduler of a multiprocessor busy: by issuing it, and by each of its pipes.
+"""Counts the clocks for which one iteration (turn) of a loop keeps a multiprocessor's scheduler busy, by issue and by each pipe.
 
-A scheduler issues one instruction of a warp a clock. A pipe takes longer where it has fewer lanes than a warp. Rates are those of
-CUDA's programming guide ("Throughput of Native Arithmetic Instructions": results a clock and multiprocessor, a quarter of it for a
-scheduler), matrix instructions' those of the data sheets' dense float16 products.
+A scheduler issues one instruction of a warp per clock. A pipe with fewer lanes than a warp takes several clocks. Rates are those of
+CUDA's programming guide ("Throughput of Native Arithmetic Instructions": results per clock and multiprocessor, a quarter of them
+per scheduler); those of matrix instructions follow from the data sheets' dense float16 rates.
 """
 
 import re
@@ -11,26 +11,26 @@ from collections.abc import Sequence
 
 from calib.kernels.compiled_loop import name_of, registers_of
 
-# 64 results a clock and multiprocessor: whole numbers, logic, shifts, comparisons, selections, conversions to float16.
+# 64 results per clock and multiprocessor: integers, logic, shifts, comparisons, selections, conversions to float16.
 INTEGER = {
     "LOP3", "SHF", "IADD3", "VIADD", "LEA", "ISETP", "FSETP", "FSEL", "SEL", "FMNMX", "FMNMX3", "PRMT", "PLOP3", "SGXT", "IMNMX",
     "VIMNMX", "MOV", "F2FP",
 }  # fmt: skip
-# 128 in float32, but 64 on capability 8.0; 64 products of whole numbers.
+# 128 in float32, but 64 on capability 8.0; 64 products of integers.
 FLOAT, PRODUCT = {"FADD", "FMUL", "FFMA"}, {"IMAD"}
-# 256 in float16, two of a lane at once.
+# 256 in float16, two per lane.
 HALF = {"HADD2", "HMUL2", "HFMA2"}
 # 16 exponentials, reciprocals and roots.
 SPECIAL = {"MUFU"}
-# 128 bytes a clock and multiprocessor between registers and shared memory; shuffles go the same way.
+# 128 bytes per clock and multiprocessor between registers and shared memory; shuffles use the same path.
 MEMORY = {"LDS", "LDSM", "STS", "LDG", "LDGSTS", "STG", "SHFL"}
 
-# Products and sums of a scheduler's tensor core a clock: 312 and 989 TFLOP/s of dense float16; of 8 bits twice as many.
+# Multiply-adds of a scheduler's tensor core per clock: 312 and 989 TFLOP/s of dense float16; with 8 bits twice as many.
 MATRIX = {80: 256, 90: 512}
 
 
 def busy(lines: Sequence[str], capability: int) -> dict[str, float]:
-    """Clocks of a warp's turn by issue and by pipe, of a loop's instructions as the disassembler writes them (SASS)."""
+    """Return the clocks of one turn of a warp, by issue and by pipe, from a loop's disassembled instructions (SASS)."""
     found = Counter[str]({"issue": len(lines)})
     for line in lines:
         name = name_of(line)
@@ -54,13 +54,13 @@ def busy(lines: Sequence[str], capability: int) -> dict[str, float]:
 
 
 def _tiles(line: str) -> int:
-    """Matrices of 8 x 8 that one LDSM loads, a register of 4 bytes each."""
+    """Return the number of 8 x 8 matrices that one LDSM loads, one register of 4 bytes each."""
     shape = re.search(r"M\w*88\.(\d)", line)
     return int(shape.group(1)) if shape else 1
 
 
 def _products(line: str) -> int:
-    """Products of one warp: HMMA.16816 has 16 x 8 x 16, HGMMA.64x8x16 has 64 x 8 x 16 of four warps; of 8 bits IMMA, IGMMA."""
+    """Return one warp's products: HMMA.16816 has 16 x 8 x 16; HGMMA.64x8x16 has 64 x 8 x 16 for four warps; 8 bits: IMMA, IGMMA."""
     if shape := re.search(r"[HI]GMMA\.(\d+)x(\d+)x(\d+)", line):
         rows, columns, depth = map(int, shape.groups())
         return rows * columns * depth // 4

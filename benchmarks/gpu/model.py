@@ -1,4 +1,4 @@
-"""A model of the 8B shape with random weights, made where it runs."""
+"""A model of the 8B shape with random weights, created on the device."""
 
 import gc
 
@@ -12,7 +12,7 @@ SAID = "LlamaConfig of the 8B shape, random weights, 4 of 32 layers and an eight
 
 
 def model_of(bench: Bench) -> LlamaForCausalLM:
-    """In eval mode, on the device, in `bench.dtype`."""
+    """Return the model in eval mode, on the device, in `bench.dtype`."""
     size = bench.sizes
     config = LlamaConfig(
         hidden_size=size.hidden,
@@ -37,13 +37,13 @@ def model_of(bench: Bench) -> LlamaForCausalLM:
 
 
 def ids_of(bench: Bench, rows: int, count: int) -> Tensor:
-    """Random token ids `[rows, count]`."""
+    """Return random token ids `[rows, count]`."""
     draw = torch.Generator().manual_seed(0)
     return torch.randint(3, bench.sizes.vocabulary, (rows, count), generator=draw).to(bench.device)
 
 
 def tidy(bench: Bench) -> None:
-    """Gives memory that nobody holds back to the device."""
+    """Frees unused memory, also that cached by torch's allocator."""
     gc.collect()
     if bench.on_gpu:
         torch.cuda.synchronize()

@@ -1,11 +1,11 @@
-"""The operations as callers get them: `operation.py`, or plain torch where an operation has none yet."""
+"""Operations as callers use them: from `operation.py`, or from `reference.py` if an operation has no `operation.py`."""
 
 from importlib import import_module
 from typing import Any
 
 
 def operation(folder: str, name: str) -> Any:
-    """The function `name` of `kernels/FOLDER`."""
+    """Return the function `name` of `kernels/FOLDER`."""
     try:
         return getattr(import_module(f"calib.kernels.{folder}.operation"), name)
     except ModuleNotFoundError:

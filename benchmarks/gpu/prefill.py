@@ -1,4 +1,4 @@
-"""What a method adds to a prefill, in all: scoring, choosing, encoding, packing, and everything between."""
+"""Times what a method adds to a whole prefill: scoring, choosing, encoding, packing, and all in between."""
 
 from collections.abc import Callable
 from functools import partial
@@ -14,28 +14,28 @@ from benchmarks.gpu.model import SAID, ids_of, model_of
 from benchmarks.gpu.turns import in_turns
 from calib.runtime import compress
 
-# Logits of the prompt's last token: attention over a prompt is exact in every method, by the same flash kernel.
+# Largest relative distance of the last token's logits: in every method attention over a prompt is exact, by the same flash kernel.
 EXACT = 2**-6
 
 
 def zipcache(bench: Bench) -> Measured:
-    """Probes, two tiers."""
+    """Measure ZipCache: scored by probes, two tiers."""
     return measured(bench, "zipcache", ("probe_saliency", "quantise"))
 
 
 def mikv(bench: Bench) -> Measured:
-    """Scored by all rows."""
+    """Measure MiKV: scored by all query rows."""
     return measured(bench, "mikv", ("probe_saliency", "quantise"))
 
 
 def kivi(bench: Bench) -> Measured:
-    """Not scored."""
+    """Measure KIVI: not scored."""
     return measured(bench, "kivi", ("quantise",))
 
 
 @torch.no_grad()
 def measured(bench: Bench, method: str, operations: tuple[str, ...]) -> Measured:
-    """Figure "overhead": what a prompt takes more than with DynamicCache, as a share."""
+    """Return the figure "overhead": the additional time of a prompt, as a share of that with DynamicCache."""
     bench.needs_kernel(*operations)
     model = model_of(bench)
     ids = ids_of(bench, 1, bench.sizes.prompt)
@@ -56,7 +56,7 @@ def measured(bench: Bench, method: str, operations: tuple[str, ...]) -> Measured
 
 
 def prefill(model: LlamaForCausalLM, ids: Tensor, method: str | None) -> Tensor:
-    """A prompt through a fresh cache; the logits behind it."""
+    """Run a prompt with a fresh cache of `method` (None: DynamicCache); return the logits after it."""
     if method is None:
         return model(ids, past_key_values=DynamicCache(config=model.config), logits_to_keep=1).logits
     with compress(model, method) as cache:

@@ -1,4 +1,4 @@
-"""Bytes that an operation of torch reads and writes at least, and products of a matrix product."""
+"""The least bytes that an operation of torch reads and writes, and the multiplications of a matrix product."""
 
 from collections.abc import Iterator, Sequence
 from math import prod
@@ -6,16 +6,16 @@ from typing import Any
 
 from torch import Tensor
 
-# Read as much as they write, however much they could read.
+# Operations that read as much of their source as they write.
 GATHERING = {"gather", "index", "index_select"}
-# Write as much as they are given, however large what they write to: their last tensor.
+# Operations that write as much as their last tensor holds, however large the target is.
 SCATTERING = {"index_put_", "scatter_", "index_copy_"}
 FILLING = {"fill_", "zero_", "zeros", "ones", "full", "zeros_like", "ones_like", "full_like", "arange", "new_zeros"}
 PRODUCTS = {"mm", "bmm", "addmm", "baddbmm"}
 
 
 def tensors_in(given: Any) -> Iterator[Tensor]:
-    """All tensors of arguments or results."""
+    """Yields all tensors of arguments or results."""
     if isinstance(given, Tensor):
         yield given
     elif isinstance(given, dict):
@@ -26,13 +26,13 @@ def tensors_in(given: Any) -> Iterator[Tensor]:
 
 
 def bytes_of(tensor: Tensor) -> int:
-    """Of its numbers, those that are expanded once."""
+    """Return the bytes of a tensor's numbers; expanded (stride 0) axes count once."""
     sizes = (size for size, step in zip(tensor.shape, tensor.stride(), strict=True) if step or not size)
     return prod(sizes) * tensor.element_size()
 
 
 def moved(name: str, given: Sequence[Tensor], made: Sequence[Tensor]) -> int:
-    """Bytes of one operation on tensors that are `given`; those that are `made` are written."""
+    """Return the bytes that one operation moves, reading tensors `given` and writing tensors `made`."""
     read, written = [bytes_of(part) for part in given], sum(map(bytes_of, made))
     if name in FILLING:
         return written
@@ -46,7 +46,7 @@ def moved(name: str, given: Sequence[Tensor], made: Sequence[Tensor]) -> int:
 
 
 def products_of(name: str, given: Sequence[Tensor]) -> int:
-    """Products of two numbers that are summed up."""
+    """Return the multiply-adds of a matrix product; 0 for other operations."""
     if name not in PRODUCTS:
         return 0
     *_, left, right = given

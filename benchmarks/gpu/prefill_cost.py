@@ -1,5 +1,5 @@
-"""What methods add to a prefill of 32,768 tokens, from counts: each launch takes as long as the limit that it meets first, torch's
-operations as long as their bytes; beside it the same prefill without compression at its best. Nothing is measured.
+"""Predicts from counts what methods add to a prefill of 32,768 tokens: each launch takes the largest of its limits' times, torch's
+operations the time of their bytes. It is compared with the fastest possible prefill without compression. Nothing is measured.
 """
 
 import json
@@ -34,19 +34,21 @@ TARGET_ROWS = {
     for name, shown in (("kivi", "KIVI"), ("zipcache", "ZipCache"), ("mikv", "MiKV"))
 }
 
-# Products of float32 and float64 a multiprocessor and clock outside and inside the matrix units: 19.5 TFLOP/s of either on an A100,
+# Products per multiprocessor and clock, of float32 outside and of float64 inside the matrix units: 19.5 TFLOP/s of either on an A100,
 # 67 on an H100 (data sheets).
 WIDE_PRODUCTS = {80: 64, 90: 128}
 
 
 def dense(device: Device) -> float:
-    """Products of 16 bits in a second, at the peak of the data sheet."""
+    """Return the dense 16-bit products per second, by the data sheet."""
     return MATRIX[device.capability] * SCHEDULERS * device.multiprocessors * device.hertz
 
 
 def baseline(device: Device, size: Sizes = REAL) -> dict[str, float]:
-    """Seconds of a layer without compression, by part, at its best: as long as its matrix products at the peak, or as its bytes at
-    the rate of a copy. Norms, RoPE, and what is between the products cost nothing."""
+    """Return the least seconds of a layer without compression, by part.
+
+    The larger of matrix products at the peak rate and bytes at the rate of a copy. Norms, RoPE and other small operations cost nothing.
+    """
     tokens, heads, kv_heads, width = size.prompt, size.heads, size.kv_heads, size.head_dim
     shapes = {
         "projections": [(size.hidden, (heads + 2 * kv_heads) * width), (heads * width, size.hidden)],
@@ -64,7 +66,7 @@ def baseline(device: Device, size: Sizes = REAL) -> dict[str, float]:
 
 
 def grouped(ours: Iterable[Launch], kernels: dict[str, str]) -> list[dict[str, Any]]:
-    """Launches by compiled kernel; `kernels` names each by its key, and learns those that it does not know."""
+    """Return the launches summed by compiled kernel; `kernels` maps keys to names, and new kernels are added to it."""
     found: dict[str, dict[str, Any]] = {}
     for launch in ours:
         name = kernels.setdefault(key_of(launch), named(launch, kernels.values()))
@@ -78,7 +80,7 @@ def grouped(ours: Iterable[Launch], kernels: dict[str, str]) -> list[dict[str, A
 
 
 def named(launch: Launch, taken: Iterable[str]) -> str:
-    """The kernel's name with its bits, and a number where that is not enough."""
+    """Return the kernel's name with its bits, and a number if that name is taken."""
     bits = launch["values"].get("BITS")
     stem = launch["kernel"] if bits is None else f"{launch['kernel']}, {bits} bits"
     number = sum(name == stem or name.startswith(f"{stem}, no. ") for name in taken)
@@ -86,9 +88,11 @@ def named(launch: Launch, taken: Iterable[str]) -> str:
 
 
 def group_seconds(group: Mapping[str, Any], kernel: Mapping[str, Any], device: Device) -> dict[str, float]:
-    """Seconds of all launches of a kernel by each limit: bytes at the rate of a copy, what keeps schedulers busy where programs are
-    spread evenly over as many multiprocessors as there are programs, and what programs need alone times the rounds in which they
-    follow each other."""
+    """Return the seconds of all launches of a kernel by each limit.
+
+    "bytes": at the rate of a copy. The busiest pipe: with programs spread evenly over the multiprocessors. "waits": the time of one
+    program alone, times the number of rounds in which programs run one after the other.
+    """
     clocks: dict[str, float] = {}
     alone = 0.0
     for part, turns in group["turns"].items():
@@ -110,7 +114,7 @@ def group_seconds(group: Mapping[str, Any], kernel: Mapping[str, Any], device: D
 def predicted(
     method: str, launched: Mapping[str, Any], kernels: Mapping[str, Mapping[str, Any]], device: Device
 ) -> dict[str, Any]:
-    """What a method adds to a layer's prefill on a GPU, in seconds, and as a share of it."""
+    """Return what a method adds to a layer's prefill on a GPU, in seconds, and as a share of the prefill."""
     parts = []
     for group in launched["ours"]:
         kernel = kernels[f"{group['kernel']} for sm_{device.capability}"]
@@ -144,8 +148,10 @@ def predicted(
 
 
 def beside(parts: Iterable[Mapping[str, Any]], launched: Mapping[str, Any], device: Device) -> float:
-    """Seconds that stay on a side stream whose bytes and launches are hidden wholly: what its programs take from the schedulers and
-    pipes of a prefill that is bound by them. Of torch only matrix products."""
+    """Return the seconds that a side stream would still add if its bytes and launches were hidden completely.
+
+    This is the time of its programs in schedulers and pipes, which limit the prefill; of torch only matrix products count.
+    """
     busy = sum(
         max(taken for name, taken in part["seconds"].items() if name not in ("bytes", "waits")) for part in parts
     )
@@ -154,7 +160,7 @@ def beside(parts: Iterable[Mapping[str, Any]], launched: Mapping[str, Any], devi
 
 
 def launched_by(capability: int, methods: Iterable[str] = METHODS) -> dict[str, Any]:
-    """`python -m benchmarks.gpu.prefill_launches`, whose kernels would be interpreted."""
+    """Return the output of `python -m benchmarks.gpu.prefill_launches`, in its own process because kernels are interpreted there."""
     command = [sys.executable, "-m", "benchmarks.gpu.prefill_launches", str(capability), *methods]
     found: dict[str, Any] = json.loads(
         subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
@@ -163,7 +169,7 @@ def launched_by(capability: int, methods: Iterable[str] = METHODS) -> dict[str, 
 
 
 def found_prefill() -> dict[str, Any]:
-    """All that the page says of prefills. What is launched differs between capabilities, as tiles do."""
+    """Return all numbers of the page's part on prefills; launches differ between capabilities, as tile sizes do."""
     names: dict[str, str] = {}
     launched: dict[str, Any] = {}
     kernels: dict[str, Any] = {}

@@ -1,9 +1,9 @@
-"""The kernels that a prefill launches, compiled as they are launched and read in the disassembler, part by part.
+"""Compiles the kernels that a prefill launches, as they are launched, and reads their disassembly part by part.
 
-A part is what a program runs equally often: "once"; for `project` the turns over channels and for `channel_extremes` those over its
-tokens ("turn"); for row_normalisers and column_sums the turns over a tile that all rows see ("inside"), those where it is asked who
-sees what ("edge"), and what every query head of a group begins with ("head"); for `largest` the tiles that are counted ("count")
-for each digit ("digit"), and those whose positions are collected ("collect").
+A part is the code that a program runs equally often: "once"; "turn", a turn over channels in `project` or over tokens in
+`channel_extremes`; in row_normalisers and column_sums "inside", a turn over a tile that all rows see, "edge", a turn with the causal
+mask applied, and "head", the start of each query head of a group; in `largest` "count", a counted tile, for each "digit", and
+"collect", a tile whose positions are collected.
 """
 
 from bisect import bisect_left, bisect_right
@@ -18,7 +18,7 @@ from calib.kernels.compiled_loop import code_and_loops, disassembled
 from calib.kernels.occupancy import programs_at_once
 from calib.kernels.turn_alone import turn_alone
 
-Launch = Mapping[str, Any]  # a `prefill_launches.KernelLaunch` as it lies in a file
+Launch = Mapping[str, Any]  # a `prefill_launches.KernelLaunch` as a dict
 
 ONCE, TURN, HEAD, EDGE, INSIDE = "once", "turn", "head", "edge", "inside"
 COUNT, COLLECT, DIGIT = "count", "collect", "digit"
@@ -26,20 +26,20 @@ SCORED = ("row_normalisers", "column_sums")
 COPIED, CHOSEN = "put", "rows_of_probes"
 PROJECTED, SELECTED = "project", "largest"
 EXTREMES, MEASURED = "channel_extremes", "channel_numbers"
-# Of kernels with two loops that have no other inside: the shorter one, the longer one, and what is around them.
+# Kernels with two innermost loops: the names of the shorter one, the longer one, and the code around them.
 NESTED = dict.fromkeys(SCORED, (INSIDE, EDGE, HEAD)) | {SELECTED: (COUNT, COLLECT, DIGIT)}
-INNERMOST = dict.fromkeys(NESTED, 2) | {PROJECTED: 1, EXTREMES: 1}  # loops without another inside
+INNERMOST = dict.fromkeys(NESTED, 2) | {PROJECTED: 1, EXTREMES: 1}  # number of innermost loops
 
 
 def specialisation(launch: Launch) -> Specialisation:
-    """What the launch has Triton compile: it knows numbers that 16 divides and those that are 1, unless the kernel says not to."""
+    """Return what Triton compiles for the launch: it specialises integers divisible by 16 and those equal to 1, where allowed."""
     kernel = getattr(import_module(launch["module"]), launch["kernel"])
     types: dict[str, str] = {}
     constants: dict[str, object] = {}
     for own in kernel.params:
         kind, value = launch["types"].get(own.name), launch["values"].get(own.name)
         if kind is None:
-            # What the interpreter alone needs is asked for by a flag.
+            # WIDE is a flag that is only set in the interpreter.
             constants[own.name] = False if own.name == "WIDE" and value is True else value
         elif kind == "i32" and not own.do_not_specialize and value == 1:
             constants[own.name] = 1
@@ -51,13 +51,13 @@ def specialisation(launch: Launch) -> Specialisation:
 
 
 def key_of(launch: Launch) -> str:
-    """The same for launches of one compiled kernel: everything that it is compiled for."""
+    """Return a key that is equal for launches of the same compiled kernel."""
     one = specialisation(launch)
     return repr((launch["kernel"], sorted(one.types.items()), sorted(one.constants.items()), one.warps, one.stages))
 
 
 def read(one: Specialisation, capability: int) -> dict[str, Any]:
-    """Registers, room and parts of a compiled kernel."""
+    """Return registers, programs at once and parts of a compiled kernel."""
     kernel = compiled(one, capability)
     listing, used = disassembled(kernel)
     parts = parts_of(listing, one.kernel.__name__)
@@ -80,7 +80,7 @@ def read(one: Specialisation, capability: int) -> dict[str, Any]:
 
 
 def parts_of(listing: str, kernel: str) -> dict[str, list[str]]:
-    """The instructions of each part. Raises ValueError where a kernel has other loops than are known of it."""
+    """Return the instructions of each part. Raises ValueError if the kernel's loops are not those expected."""
     known = INNERMOST.get(kernel, 0)
     code, loops = code_and_loops(listing)
     loops = sorted(set(loops), key=lambda ends: ends[1] - ends[0])
@@ -103,7 +103,7 @@ def _within(one: tuple[int, int], other: tuple[int, int]) -> bool:
 
 
 def turns_of(launch: Launch) -> dict[str, int]:
-    """How often all programs together run each part."""
+    """Return how often each part is run, by all programs together."""
     programs = prod(launch["grid"])
     positions, given = launch["probes"], launch["values"]
     if launch["kernel"] == PROJECTED:
@@ -113,7 +113,7 @@ def turns_of(launch: Launch) -> dict[str, int]:
         return {ONCE: programs, DIGIT: 4 * programs, COUNT: 4 * tiles, COLLECT: tiles}
     if launch["kernel"] == EXTREMES:
         return {ONCE: programs, TURN: programs * given["turns"]}
-    if launch["kernel"] == COPIED:  # a program copies to one of the tensors, each of which has instructions of its own
+    if launch["kernel"] == COPIED:  # each program copies to one of the tensors, and each tensor has its own instructions
         return {ONCE: programs // launch["grid"][2]}
     if launch["kernel"] not in SCORED:
         return {ONCE: programs}
@@ -138,8 +138,7 @@ def turns_of(launch: Launch) -> dict[str, int]:
 
 
 def elements_of(launch: Launch) -> int:
-    """Values that a launch encodes, measures or copies, logits that it computes, scores that it divides, or extremes that it
-    joins."""
+    """Return the elements that a launch processes: values encoded, measured or copied, logits, scores, or extremes merged."""
     given, grid = launch["values"], launch["grid"]
     if launch["kernel"] == COPIED:
         return int(sum(given[f"count_{i}"] * given[f"heads_{i}"] * given[f"width_{i}"] for i in range(grid[2])))
@@ -152,28 +151,28 @@ def elements_of(launch: Launch) -> int:
         return int(given["tokens"] * grid[0])
     if launch["kernel"] == MEASURED:
         return int(2 * (given["parts"] + given["asked"]) * prod(grid) * given["D"])
-    if launch["kernel"] == CHOSEN:  # programs of a head follow each other
+    if launch["kernel"] == CHOSEN:  # the programs of a head are consecutive in the grid
         heads = grid[0] // -(-given["probes"] // given["OWNED"])
         return int(heads * given["probes"] * ((given["D"] if given["CHOSEN"] else 0) + given["SUMMED"]))
     return int(given["total"] * grid[1] * grid[2] * given["D"])
 
 
 def bytes_of_launch(launch: Launch) -> int:
-    """What it reads and writes at least: of tokens those that it encodes or measures, of all else everything once."""
+    """Return the least bytes that a launch moves: of tokens those encoded or measured, of other tensors everything once."""
     tensors = launch["tensors"]
     if launch["kernel"] in (*NESTED, MEASURED):
         return sum(tensors.values())
-    if launch["kernel"] == COPIED:  # of what it copies to as much as it copies
+    if launch["kernel"] == COPIED:  # writes as much as it reads, not the whole target
         return sum(
             size * (2 if name.startswith("TOKENS") else 1) for name, size in tensors.items() if "INTO" not in name
         )
-    if launch["kernel"] == CHOSEN:  # of what it reads as much as it writes
+    if launch["kernel"] == CHOSEN:  # reads as much as it writes, not the whole source
         values = launch["values"]
         written = (tensors["asked"] if values["CHOSEN"] else 0) + (tensors["normalisers"] if values["SUMMED"] else 0)
         return 2 * written + tensors["positions"]
     given = {"X", "x", "x_1"} & tensors.keys()
     widths = {launch["types"][name] for name in given - {"x_1"}}
-    # What is not asked for has another tensor in its stead.
+    # Unused arguments are given another tensor, which does not count.
     unused = {"COMPONENTS", "NUMBERS", "WEIGHTS"} if launch["kernel"] == PROJECTED else set()
     unused -= {name for name, asked in (("NUMBERS", "SIZED"), ("WEIGHTS", "SIZED")) if launch["values"].get(asked)}
     width = 4 if "*fp32" in widths else 2
@@ -181,6 +180,6 @@ def bytes_of_launch(launch: Launch) -> int:
 
 
 def through_cache(launch: Launch) -> int:
-    """Bytes of 16 bits that all programs of a score read of the tiles that they stream, from the L2 where they are there."""
+    """Return the bytes of 16-bit tiles that all programs of a score kernel stream, mostly from the L2; 0 for other kernels."""
     given = launch["values"]
     return elements_of(launch) // int(given["OWNED"]) * int(given["D"]) * 2 if launch["kernel"] in SCORED else 0

@@ -31,7 +31,7 @@ class Found(NamedTuple):
 
 @dataclass(frozen=True)
 class ExactEntries:
-    """The fields `delta`, an outlier minus its value by codec and low-rank part, and its position, `tokens` and/or `channels`."""
+    """The fields `delta`, an outlier minus its value by all other parts, and its position, `tokens` and/or `channels`."""
 
     part: Outliers
     shape: Shape
