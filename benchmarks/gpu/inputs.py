@@ -10,7 +10,7 @@ SPREAD = 3.0  # standard deviation of the logits: a few tokens have most of a ro
 def tokens(
     rows: int, kv_heads: int, count: int, head_dim: int, seed: int, device: torch.device, dtype: torch.dtype
 ) -> Tensor:
-    """Return keys or values `[rows, kv_heads, count, head_dim]`: normal; some channels of each head are 8 times as wide and shifted."""
+    """Return keys or values `[rows, kv_heads, count, head_dim]`: normal; some channels of a head are 8 times as wide, shifted."""
     draw = torch.Generator(device).manual_seed(seed)
     x = torch.randn(rows, kv_heads, count, head_dim, generator=draw, device=device, dtype=dtype)
     wide = torch.rand(kv_heads, head_dim, generator=draw, device=device).argsort(-1) < min(

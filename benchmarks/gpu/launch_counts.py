@@ -1,5 +1,5 @@
-"""Counts, on any machine, the kernels that a decode step launches in a layer: operations of torch that are kernels on a GPU, and our
-own kernels. The cost of a launch is not measured.
+"""Counts, on any machine, the kernels that a decode step launches in a layer: operations of torch that are kernels on a GPU, and
+our own kernels. The cost of a launch is not measured.
 
 The step runs on the CPU as it would on a GPU, our kernels in Triton's interpreter. An operation of torch is counted as one launch,
 though some are two or three; views and allocations do not count. Uploads of numbers from the host are not counted either.

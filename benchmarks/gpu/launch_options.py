@@ -1,5 +1,5 @@
-"""Times attention with other launch options than its default: programs per multiprocessor, and pipeline stages of loads. It times the
-kernel alone and a layer's step, the latter also without overlapping launches.
+"""Times attention with other launch options than its default: programs per multiprocessor, and pipeline stages of loads. It times
+the kernel alone and a layer's step, the latter also without overlapping launches.
 
 These options can only be decided by measuring: more programs hide more memory latency, but leave more parts to merge; more stages
 need more shared memory, which leaves room for fewer programs; a launch that begins early takes resources from the one before.

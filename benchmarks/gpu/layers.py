@@ -49,7 +49,7 @@ def bare_layers(method: str, heads: Heads, count: int, **options: Any) -> list[C
 
 @torch.no_grad()
 def forward(layer: CompressedLayer, query: Tensor, keys: Tensor, values: Tensor, speculative: bool = False) -> Tensor:
-    """Update the layer and return its attention output, as in a model's forward; with `speculative` the last token is not stored."""
+    """Update the layer and return its attention output, as in a model; with `speculative` the last token is not stored."""
     layer.sequences.speculating = speculative
     layer.update(keys, values)
     return layer.attend(query, None, Logits(query.shape[-1] ** -0.5))

@@ -34,8 +34,8 @@ TARGET_ROWS = {
     for name, shown in (("kivi", "KIVI"), ("zipcache", "ZipCache"), ("mikv", "MiKV"))
 }
 
-# Products per multiprocessor and clock, of float32 outside and of float64 inside the matrix units: 19.5 TFLOP/s of either on an A100,
-# 67 on an H100 (data sheets).
+# Products per multiprocessor and clock, of float32 outside and of float64 inside the matrix units: 19.5 TFLOP/s of either on an
+# A100, 67 on an H100 (data sheets).
 WIDE_PRODUCTS = {80: 64, 90: 128}
 
 
@@ -47,7 +47,8 @@ def dense(device: Device) -> float:
 def baseline(device: Device, size: Sizes = REAL) -> dict[str, float]:
     """Return the least seconds of a layer without compression, by part.
 
-    The larger of matrix products at the peak rate and bytes at the rate of a copy. Norms, RoPE and other small operations cost nothing.
+    It is the larger of matrix products at the peak rate and bytes at the rate of a copy. Norms, RoPE and other small operations
+    cost nothing.
     """
     tokens, heads, kv_heads, width = size.prompt, size.heads, size.kv_heads, size.head_dim
     shapes = {
@@ -160,7 +161,7 @@ def beside(parts: Iterable[Mapping[str, Any]], launched: Mapping[str, Any], devi
 
 
 def launched_by(capability: int, methods: Iterable[str] = METHODS) -> dict[str, Any]:
-    """Return the output of `python -m benchmarks.gpu.prefill_launches`, in its own process because kernels are interpreted there."""
+    """Return the output of `python -m benchmarks.gpu.prefill_launches`, a separate process because it interprets kernels."""
     command = [sys.executable, "-m", "benchmarks.gpu.prefill_launches", str(capability), *methods]
     found: dict[str, Any] = json.loads(
         subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout

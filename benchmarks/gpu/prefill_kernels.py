@@ -1,9 +1,9 @@
 """Compiles the kernels that a prefill launches, as they are launched, and reads their disassembly part by part.
 
 A part is the code that a program runs equally often: "once"; "turn", a turn over channels in `project` or over tokens in
-`channel_extremes`; in row_normalisers and column_sums "inside", a turn over a tile that all rows see, "edge", a turn with the causal
-mask applied, and "head", the start of each query head of a group; in `largest` "count", a counted tile, for each "digit", and
-"collect", a tile whose positions are collected.
+`channel_extremes`; in row_normalisers and column_sums "inside", a turn over a tile that all rows see, "edge", a turn with the
+causal mask applied, and "head", the start of each query head of a group; in `largest` "count", a counted tile, for each "digit",
+and "collect", a tile whose positions are collected.
 """
 
 from bisect import bisect_left, bisect_right
@@ -113,7 +113,7 @@ def turns_of(launch: Launch) -> dict[str, int]:
         return {ONCE: programs, DIGIT: 4 * programs, COUNT: 4 * tiles, COLLECT: tiles}
     if launch["kernel"] == EXTREMES:
         return {ONCE: programs, TURN: programs * given["turns"]}
-    if launch["kernel"] == COPIED:  # each program copies to one of the tensors, and each tensor has its own instructions
+    if launch["kernel"] == COPIED:  # a program copies to one of the tensors, each of which has its own instructions
         return {ONCE: programs // launch["grid"][2]}
     if launch["kernel"] not in SCORED:
         return {ONCE: programs}

@@ -1,11 +1,11 @@
-"""What a prefill launches in a layer besides the prefill without compression: our kernels as they are launched, and operations of
-torch with the bytes that each has to move. Counted on any machine, at the real shape.
+"""Counts, on any machine and at the real shape, what a method launches in a layer's prefill beyond a prefill without compression:
+our kernels with their arguments, and operations of torch with the bytes that each has to move.
 
     python -m benchmarks.gpu.prefill_launches CAPABILITY METHOD ...      # as JSON
 
-The layer runs on the CPU as it would on a GPU. Nothing of attention over the prompt is counted or carried out, for it is in every
-prefill; our kernels are not carried out either, what they would write is filled, so that 32,768 tokens take seconds. What the host
-works out by itself is not counted, what it brings to the device is, and an operation that has no number to write launches nothing.
+The layer runs on the CPU as it would on a GPU. Attention over the prompt is part of every prefill, so it is neither counted nor
+computed. Our kernels are not run either; their outputs are filled with numbers, so that 32,768 tokens take seconds. Operations on
+the host are not counted, uploads to the device are, and an operation with an empty result launches nothing.
 """
 
 import argparse
@@ -30,9 +30,9 @@ from benchmarks.gpu.prefill_bytes import bytes_of, moved, products_of, tensors_i
 from benchmarks.gpu.sizes import REAL
 from calib.kernels.ahead_of_time import CAPABILITIES
 
-LAYERS = 2  # the second is counted: what the first works out for all is not a layer's
+LAYERS = 2  # the second is counted, without the work that the first does once for all layers
 
-# Of the methods whose defaults are not those of the other pages.
+# Options of the methods whose defaults differ from those on the other pages.
 OPTIONS: dict[str, dict[str, Any]] = {"rtn": {"bits": 4}, "klt": {"bits": 2.0}}
 
 KINDS = {
@@ -46,13 +46,13 @@ class KernelLaunch:
     """One launch of a kernel of ours.
 
     Args:
-        module, kernel: where the kernel stands.
+        module, kernel: the kernel's module and name.
         grid: programs along each axis.
-        types: of each tensor and number, as `Specialisation.types` has them without alignment.
+        types: of each tensor and number, as in `Specialisation.types` but without alignment.
         values: of each number and constant.
-        warps, stages, fusion: asked for.
-        tensors: bytes of each tensor that is handed over.
-        probes: positions of the query rows of a score, where it has any.
+        warps, stages, fusion: options of the launch.
+        tensors: bytes of each tensor argument.
+        probes: positions of the query rows of a score kernel; None for other kernels.
     """
 
     module: str
@@ -69,7 +69,7 @@ class KernelLaunch:
 
 @dataclass
 class TorchLaunches:
-    """All launches of an operation of torch: bytes that they read and write at least, and products of matrix products."""
+    """All launches of an operation of torch: the least bytes that they move, and multiply-adds of matrix products."""
 
     launches: int = 0
     bytes: int = 0
@@ -78,8 +78,11 @@ class TorchLaunches:
 
 @dataclass
 class Noted:
-    """What was launched: `torch` by operation, `ours` in their order; `waits`: how often the host waits for all that it has given
-    the device, `reads`: how often for what it gave it before the layer's attention."""
+    """What was launched: operations of `torch` by name, and `ours` in order.
+
+    `waits`: how often the host waits until the device has finished all queued work; `reads`: how often only for work queued before
+    the layer's attention.
+    """
 
     torch: dict[str, TorchLaunches] = field(default_factory=dict)
     ours: list[KernelLaunch] = field(default_factory=list)
@@ -88,7 +91,7 @@ class Noted:
 
 
 class Noting(TorchDispatchMode):
-    """Notes operations of torch inside `with`."""
+    """Mode that records operations of torch inside `with`."""
 
     def __init__(self, noted: Noted) -> None:
         super().__init__()
@@ -122,7 +125,7 @@ class Noting(TorchDispatchMode):
 
 @contextmanager
 def kernels_noted(noted: Noted, runs: bool) -> Iterator[None]:
-    """Kernels of ours inside are noted, and carried out with `runs` alone."""
+    """Context that records launches of our kernels, and runs them only with `runs`."""
     from triton.runtime.interpreter import InterpretedFunction
 
     run = InterpretedFunction.run
@@ -141,7 +144,7 @@ def kernels_noted(noted: Noted, runs: bool) -> Iterator[None]:
 
 
 def kernel_launch(kernel: Any, named: dict[str, Any], grid: Any) -> KernelLaunch:
-    """As the launch says it."""
+    """Return the record of a launch of `kernel` with its arguments by name."""
     constants = {name for name, kind in kernel.fn.__annotations__.items() if "constexpr" in str(kind)}
     types, values, tensors = {}, {}, {}
     for name in kernel.arg_names:
@@ -158,7 +161,7 @@ def kernel_launch(kernel: Any, named: dict[str, Any], grid: Any) -> KernelLaunch
 
 
 def fill(kernel: str, named: dict[str, Any]) -> None:
-    """What a prompt's kernels would write, in numbers that the rest of the store can go on with."""
+    """Fills the outputs of a kernel that is not run with numbers that the rest of the store can work with."""
     if kernel == "column_sums":
         named["mass"].uniform_(generator=torch.Generator().manual_seed(0))
     if kernel == "largest":
@@ -185,7 +188,7 @@ def fill(kernel: str, named: dict[str, Any]) -> None:
 def prefill_of(
     method: str, options: dict[str, Any], heads: Heads, count: int, runs: bool = False, capability: int = 90
 ) -> Noted:
-    """A prompt of so many tokens through a layer, as on a GPU of this capability."""
+    """Return what a layer launches for a prompt of `count` tokens, as on a GPU of this capability."""
     layers = bare_layers(method, heads, LAYERS, **options)
     cpu, shape = torch.device("cpu"), (heads.rows, heads.kv_heads)
     given = [tokens(*shape, count, heads.head_dim, seed, cpu, torch.bfloat16) for seed in range(2)]
@@ -200,7 +203,7 @@ def prefill_of(
 
 @contextmanager
 def answers_noted(noted: Noted) -> Iterator[None]:
-    """What follows from numbers that have come to the host is worked out there: no operation of the device."""
+    """Context that counts reads of extremes on the host, and does not record the host's work with them."""
     from calib.runtime.device.extremes import Extremes
     from calib.runtime.ordered.stream import Stream
     from calib.runtime.tiered.store import TieredStore
@@ -227,7 +230,7 @@ def answers_noted(noted: Noted) -> Iterator[None]:
 
 @contextmanager
 def as_on_a_gpu(capability: int) -> Iterator[None]:
-    """Attention of the prompt is left out, and no codec takes the pieces that suit a CPU's cache."""
+    """Context without attention over the prompt, and in which codecs encode all tokens at once, not in pieces as on a CPU."""
     from calib.kernels.probe_saliency import triton
     from calib.runtime.stages.codec import encoded
     from calib.runtime.tiered import store
@@ -244,23 +247,23 @@ def as_on_a_gpu(capability: int) -> Iterator[None]:
 
 
 def unattended(query: Tensor, keys: Tensor, values: Tensor, **options: Any) -> Tensor:
-    """In place of attention."""
+    """Replaces attention: returns the query."""
     return query
 
 
 def unattended_normalised(request: Any) -> tuple[Tensor, Tensor]:
-    """The same where attention leaves the sums of its rows, as torch's flash backend does."""
+    """Replaces attention that also returns its rows' normalisers, as torch's flash backend does."""
     query = request.given.query
     return query, query.new_empty(query.shape[:3], dtype=torch.float32)
 
 
 def all_of(codec: Any, given: Tensor, count: int) -> int:
-    """In place of a piece."""
+    """Replaces the size of a piece by all tokens."""
     return count
 
 
 def main() -> None:
-    """Prints the launches of some methods."""
+    """Prints the launches of some methods as JSON."""
     parser = argparse.ArgumentParser(description=str(__doc__).split("\n")[0])
     parser.add_argument("capability", type=int, choices=CAPABILITIES, help="of the GPU, times ten")
     parser.add_argument("methods", nargs="+", metavar="METHOD")

@@ -1,4 +1,4 @@
-"""What docs/results/gpu/roofline.md says of prefills, from the numbers of `prefill_cost.py`."""
+"""Writes the part on prefills of docs/results/gpu/roofline.md, from the numbers of `prefill_cost.py`."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -12,7 +12,7 @@ from benchmarks.gpu.targets import TARGETS
 
 Run = Mapping[str, Any]
 
-CAPABILITY = "90"  # whose launches the page tells of
+CAPABILITY = "90"  # compute capability whose launches the page describes
 
 SHARES = """
 ## Prefill
@@ -89,7 +89,7 @@ ZipCache {zipcache:.1f} % of {zipcache_share:.1f} %, since its probes are bound 
 
 
 def share_rows(run: Run, of: Sequence[Run]) -> Iterator[list[object]]:
-    """A line for each method and GPU."""
+    """Yields a row for each method and GPU."""
     targets = {target.name: target for target in TARGETS}
     for step in run["steps"]:
         target = targets.get(TARGET_ROWS.get(step["method"], ""))
@@ -102,7 +102,7 @@ def share_rows(run: Run, of: Sequence[Run]) -> Iterator[list[object]]:
 
 
 def part_rows(run: Run, device: str) -> Iterator[list[object]]:
-    """A line for each method and kernel."""
+    """Yields a row for each method and kernel."""
     for step in run["steps"]:
         for part in step["parts"] if step["device"] == device else ():
             taken = part["seconds"]
@@ -124,7 +124,7 @@ def part_rows(run: Run, device: str) -> Iterator[list[object]]:
 
 
 def operation_rows(run: Run) -> Iterator[list[object]]:
-    """A line for each method: its operations, those with the most bytes first, and what they come to."""
+    """Yields a row for each method: its operations, those with the most bytes first, and their total."""
     for method in METHODS:
         own = run["launched"][CAPABILITY][method]["torch"]
         most = sorted(own.items(), key=lambda item: (-item[1]["bytes"], item[0]))
@@ -140,7 +140,7 @@ def operation_rows(run: Run) -> Iterator[list[object]]:
 
 
 def _inside(run: Run, capability: str) -> Mapping[str, float]:
-    """Clocks of a turn of ZipCache's probes."""
+    """Return the clocks of a turn of the kernel of ZipCache's probes, by pipe."""
     launches = run["launched"][capability]["zipcache"]["ours"]
     name = next(group["kernel"] for group in launches if group["kernel"].startswith("column_sums"))
     found: Mapping[str, float] = run["kernels"][f"{name} for sm_{capability}"]["parts"]["inside"]["busy"]
@@ -148,7 +148,7 @@ def _inside(run: Run, capability: str) -> Mapping[str, float]:
 
 
 def section(run: Run, of: Sequence[Run], nodes: Sequence[float]) -> str:
-    """The section; `of` are the runs that have measured, `nodes` what a launch costs."""
+    """Return the section; `of` are measured runs, `nodes` the least and most seconds of a launch."""
     device, peaks = "H200", {own.capability: own for own in DEVICES.values()}.values()
     steps = {(step["method"], step["device"]): step for step in run["steps"]}
     zipcache, mikv, kivi = (steps[method, device] for method in ("zipcache", "mikv", "kivi"))

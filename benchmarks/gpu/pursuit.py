@@ -1,4 +1,4 @@
-"""Matching pursuit of a prompt's vectors against the same pursuit in plain torch, in float32 and in bfloat16."""
+"""Times matching pursuit of a prompt's vectors against the same pursuit in plain torch, in float32 and in bfloat16."""
 
 from collections.abc import Callable
 from functools import partial
@@ -14,12 +14,12 @@ from benchmarks.gpu.operations import matching_pursuit
 from benchmarks.gpu.turns import in_turns, milliseconds
 from calib.kernels.matching_pursuit.reference import desparsify, pursuit_by_gram, pursuit_by_products
 
-CLOSE = 1e-3  # of two mean relative errors: a near tie may be decided either way
+CLOSE = 1e-3  # largest relative difference of mean errors, which near ties may cause
 
 
 @torch.no_grad()
 def pursuit(bench: Bench) -> Measured:
-    """Figures "float32" and "bfloat16": the fastest plain form's time over ours."""
+    """Return the figures "float32" (the fastest form in plain torch) and "bfloat16": their time over ours."""
     bench.needs_kernel("matching_pursuit")
     size = bench.sizes
     sets = [vectors(size.vectors, size.head_dim, seed, bench.device) for seed in range(1, 1 + size.sets)]
@@ -60,7 +60,7 @@ def pursuit(bench: Bench) -> Measured:
 
 
 def in_its_own_dtype(x: Tensor, atoms: Tensor, sparsity: int) -> tuple[Tensor, Tensor]:
-    """One product, one argmax and one subtraction a step, residuals and all in the dtype of `x`."""
+    """Run matching pursuit with one product, one argmax and one subtraction per step, all in the dtype of `x`."""
     residual, index, coefficient = x.clone(), [], []
     for _ in range(sparsity):
         correlations = residual @ atoms.mT
@@ -73,6 +73,6 @@ def in_its_own_dtype(x: Tensor, atoms: Tensor, sparsity: int) -> tuple[Tensor, T
 
 
 def left(x: Tensor, index: Tensor, coefficient: Tensor, atoms: Tensor) -> float:
-    """Mean |x - x^|^2 / |x|^2."""
+    """Return the mean of |x - x^|^2 / |x|^2."""
     apart = (x - desparsify(index, coefficient, atoms)).square().sum(1)
     return float((apart / x.square().sum(1)).mean())

@@ -1,4 +1,4 @@
-"""The table of targets, for people; and one JSON file for a run."""
+"""The table of targets, and the JSON file of a run."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from benchmarks.gpu.supervise import STOPPED
 from benchmarks.gpu.targets import TARGETS, Target
 
 NOT_YET = "not yet measured"
-REWORDED = {"stopped: it took longer than it may": STOPPED}  # of files that are older than the word
+REWORDED = {"stopped: it took longer than it may": STOPPED}  # the reason's wording in older files
 RESULTS = Path(__file__).parents[1] / "results"
 PACKAGES = ("torch", "triton", "transformers", "safetensors", "optimum-quanto")
 
@@ -23,13 +23,13 @@ Records = Sequence[Mapping[str, Any]]
 
 
 def rows(records: Records) -> list[dict[str, Any]]:
-    """Every target with what was measured: low, median, high and which of the limits that reaches; or a reason."""
+    """Return every target with its measured low, median and high and the limit reached, or the reason why there is none."""
     by_name = {record["name"]: record for record in records}
     return [_row(target, by_name.get(target.measurement)) for target in TARGETS]
 
 
 def newest(runs: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Of every measurement the last record that has figures, of runs in the order of time; of one without, its last reason."""
+    """Return for every measurement the last record with figures, or else its last record; `runs` are in order of time."""
     found: dict[str, Mapping[str, Any]] = {}
     for record in (record for run in runs for record in run["measurements"]):
         if "figures" in record or "figures" not in found.get(record["name"], {}):
@@ -56,12 +56,12 @@ def _row(target: Target, record: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def markdown(records: Records) -> str:
-    """The table; `not yet measured` where there is no record."""
+    """Return the table in Markdown, with `not yet measured` for targets without a record."""
     return _table({"measured": records})
 
 
 def compared(runs: Sequence[Mapping[str, Any]]) -> str:
-    """The table with the newest measurements of every GPU in a column of its own, of runs in the order of time."""
+    """Return the table with a column for every GPU, with its newest measurements; `runs` are in order of time."""
     names = dict.fromkeys(run["device"]["name"] for run in runs)
     return _table({name: newest([run for run in runs if run["device"]["name"] == name]) for name in names})
 
@@ -82,7 +82,7 @@ def _table(columns: Mapping[str, Records]) -> str:
 
 
 def _shown(target: Target, row: Mapping[str, Any]) -> str:
-    """What was measured, and which limit that reaches."""
+    """Return the measured figures and the limit that they reach, or the reason, as text."""
     if not row["measured"]:
         return REWORDED.get(row["reason"], str(row["reason"])).replace("|", "/")
     low, median, high = (target.shown(row["measured"][name]) for name in ("low", "median", "high"))
@@ -90,7 +90,7 @@ def _shown(target: Target, row: Mapping[str, Any]) -> str:
 
 
 def plain(records: Records) -> str:
-    """The same in columns."""
+    """Return the table as plain text in columns."""
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in markdown(records).splitlines()]
     del cells[1]
     widths = [max(len(line[at]) for line in cells) for at in range(len(cells[0]))]
@@ -100,7 +100,7 @@ def plain(records: Records) -> str:
 
 
 def device_of(index: int = 0) -> dict[str, Any]:
-    """The GPU that was measured."""
+    """Return the properties of a GPU."""
     properties = torch.cuda.get_device_properties(index)
     return {
         "name": properties.name,
@@ -112,7 +112,7 @@ def device_of(index: int = 0) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str | None]:
-    """Of everything that has a part in a figure."""
+    """Return the versions of Python, CUDA and the packages that affect figures."""
     found: dict[str, str | None] = {"python": platform.python_version(), "cuda": torch.version.cuda}
     for package in PACKAGES:
         try:
@@ -123,9 +123,9 @@ def versions() -> dict[str, str | None]:
 
 
 class Run:
-    """What is kept of a run: one file, written anew after everything that is added, so that a run cut short has kept what it found.
+    """The file of a run, rewritten after every record, so that an interrupted run keeps its records.
 
-    `file` is `gpu-NAME-WHEN.json` in `folder`, which is made. Raises OSError where it cannot be written.
+    `file` is `gpu-NAME-WHEN.json` in `folder`, which is created. Raises OSError if it cannot be written.
     """
 
     def __init__(self, device: Mapping[str, Any], folder: Path) -> None:
@@ -137,12 +137,12 @@ class Run:
         self.keep()
 
     def add(self, record: Mapping[str, Any]) -> None:
-        """One measurement."""
+        """Adds the record of one measurement and writes the file."""
         self.records.append(record)
         self.keep()
 
     def keep(self) -> None:
-        """Writes what there is; a reader finds the file whole at any moment."""
+        """Writes the file atomically."""
         run = {
             "device": self.device,
             "versions": versions(),
@@ -158,5 +158,5 @@ class Run:
 
 
 def folder_of(asked: Path | None) -> Path:
-    """Where a run is kept: the folder asked for, that of the variable OUT, or the repository's own results."""
+    """Return the folder of a run's file: `asked`, else that of the variable OUT, else benchmarks/results."""
     return asked or Path(os.environ.get("OUT") or RESULTS)

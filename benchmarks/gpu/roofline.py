@@ -1,9 +1,9 @@
-"""What attention's compiled loops allow on a GPU, predicted without one: bytes, instructions, waits and launches of a decode step.
+"""Predicts, without a GPU, the time of a decode step from attention's compiled loops: bytes, instructions, waits and launches.
 
     python -m benchmarks.gpu.roofline [--write]
 
-compiles the loops that the targets' steps launch, reads them, counts the steps' launches, and prints the page that `--write` keeps
-as docs/results/gpu/roofline.md, its numbers as benchmarks/results/gpu_roofline.json. Nothing in it is measured.
+compiles the loops of the targets' steps, reads their disassembly, counts the steps' launches, and prints a page, which `--write`
+saves as docs/results/gpu/roofline.md, and its numbers as benchmarks/results/gpu_roofline.json. Nothing is measured.
 """
 
 import argparse
@@ -37,12 +37,12 @@ class Case:
     """A decode step of a layer.
 
     Args:
-        name: of its row of `targets.TARGETS`, where it has one.
-        method: whose launches it has.
-        loops: for each launch of attention's kernel its specialisation and its share of the tokens.
-        rows, kv_heads, query_rows: of a batch, of a row, of a KV head.
-        copy_row: the row of `targets.TARGETS` that holds its share of the copy rate.
-        outliers: the share of entries that lie in lists beside the codes; then attention reads a bias and tells its scores.
+        name: the name of its target in `targets.TARGETS`, if it has one.
+        method: the method whose launches are counted.
+        loops: the specialisation of each launch of attention's kernel, with its share of the tokens.
+        rows, kv_heads, query_rows: rows of the batch, KV heads of a row, query rows of a KV head.
+        copy_row: name of the target for its share of the copy rate, if it has one.
+        outliers: the share of entries stored in outlier lists; then attention also reads a bias and writes its scores.
     """
 
     name: str
@@ -71,7 +71,7 @@ CASES = (
 
 
 def bytes_of_token(one: Specialisation) -> float:
-    """Bytes of a token's keys and values of one KV head as this kernel reads them, parameters included."""
+    """Return the bytes of a token's keys and values of one KV head that this kernel reads, parameters included."""
     given: Any = one.constants
     found = 0.0
     for role, letter in (("KEY", "K"), ("VALUE", "V")):
@@ -85,7 +85,7 @@ def bytes_of_token(one: Specialisation) -> float:
 
 
 def loop_of(name: str, one: Specialisation, capability: int, figures: LoopFigures) -> dict[str, Any]:
-    """What is known of a compiled loop."""
+    """Return the figures of a compiled loop."""
     alone = turn_alone(figures.lines)
     return {
         "name": name,
@@ -112,9 +112,9 @@ def loop_of(name: str, one: Specialisation, capability: int, figures: LoopFigure
 
 
 def attended(loop: Mapping[str, Any], tokens: int, case: Case, device: Device) -> dict[str, Any]:
-    """Seconds that a launch of attention takes over so many tokens of every row: by bytes, by what keeps schedulers busy, by waits.
+    """Return the seconds of a launch of attention over `tokens` tokens of every row, by each limit: bytes, busiest pipe, waits.
 
-    A program owns a KV head of a row and a run of turns. The multiprocessor with the most programs is the last to be ready.
+    A program processes a run of turns of one row's KV head. The multiprocessor with the most programs finishes last.
     """
     heads, every = case.rows * case.kv_heads, loop["launched"] * device.multiprocessors
     turns = -(-tokens // loop["page"]) * -(-loop["page"] // loop["tokens"])
@@ -139,8 +139,10 @@ def attended(loop: Mapping[str, Any], tokens: int, case: Case, device: Device) -
 def predicted(
     case: Case, loops: Mapping[tuple[str, int], Mapping[str, Any]], launches: int, device: Device
 ) -> dict[str, Any]:
-    """A step: its launches of attention one after the other, then what all launches cost. Beside it SDPA over as many tokens of 16
-    bits, which is taken to be bound by bytes alone."""
+    """Return the prediction of a step: its launches of attention in sequence, plus the cost of all launches.
+
+    It is compared with SDPA over the same tokens in 16 bits, assumed to be limited by bytes alone.
+    """
     parts = [
         attended(loops[name, device.capability], round(share * REAL.tokens), case, device)
         for name, share in case.loops.items()
@@ -175,14 +177,14 @@ def predicted(
 
 
 def launches_of(methods: Iterable[str]) -> dict[str, int]:
-    """Launches of a decode step in a layer, by method: `python -m benchmarks.gpu.launches`, whose kernels are interpreted."""
+    """Return the launches of a decode step in a layer, by method, from `python -m benchmarks.gpu.launches`."""
     command = [sys.executable, "-m", "benchmarks.gpu.launches", *methods]
     table = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     return {name: int(count) for name, count in re.findall(r"^(\w+) +\d+ +\d+ +(\d+) ", table, re.M)}
 
 
 def found() -> dict[str, Any]:
-    """All that the page says."""
+    """Return all numbers of the page."""
     from benchmarks.gpu.roofline_lists import list_loops
     from calib.kernels.attend.specialisations import SPECIALISATIONS
 
@@ -210,7 +212,7 @@ def found() -> dict[str, Any]:
 
 
 def main() -> None:
-    """Prints the page; keeps it and its numbers with `--write`."""
+    """Prints the page; with `--write` saves it and its numbers."""
     asked = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     asked.add_argument(
         "--write", action="store_true", help=f"keep {PAGE.relative_to(ROOT)} and {RESULT.relative_to(ROOT)}"

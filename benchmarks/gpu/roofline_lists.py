@@ -1,6 +1,6 @@
-"""What kernels of rows' outliers take in a decode step, predicted: a loop over tokens, and within it one over their outliers.
+"""Predicts the time of the kernels of outlier lists in a decode step: a loop over tokens, with an inner loop over their outliers.
 
-It imports these kernels, so who compiles them imports it where nothing is interpreted.
+It imports these kernels, so it must be imported only after TRITON_INTERPRET is unset: interpreted kernels cannot be compiled.
 """
 
 from collections.abc import Mapping
@@ -20,12 +20,12 @@ from calib.kernels.outliers.row_lists import LANES, LONGEST
 from calib.kernels.turn_alone import turn_alone
 
 SCORES, MIXTURES = "scores, lists of rows", "mixtures, lists of rows, rank 4"
-# Outliers of a lane in a turn of the inner loop.
+# Outliers that a lane processes in one turn of the inner loop.
 AT_ONCE = {SCORES: OF_SCORES.value, MIXTURES: OF_MIXTURES.value}
 
 
 def list_loop(name: str, capability: int) -> dict[str, Any]:
-    """What is known of a compiled kernel's two loops: `around` the inner one, and the inner one `inside`."""
+    """Return the figures of a compiled kernel's two loops: the outer one as `around`, the inner one as `inside`."""
     one: Specialisation = SPECIALISATIONS[name]
     kernel = compiled(one, capability)
     listing, used = disassembled(kernel)
@@ -46,14 +46,16 @@ def list_loop(name: str, capability: int) -> dict[str, Any]:
 
 
 def list_loops() -> list[dict[str, Any]]:
-    """Of both kernels, for every capability that times are predicted for."""
+    """Return the figures of both kernels, for every capability for which times are predicted."""
     capabilities = dict.fromkeys(own.capability for own in DEVICES.values())
     return [list_loop(name, capability) for name in (SCORES, MIXTURES) for capability in capabilities]
 
 
 def turns_of_tile(share: float) -> float:
-    """How often the inner loop of scores turns for a tile, on average: as its fullest token asks, where each of a token's channels
-    has an outlier with probability `share`."""
+    """Return the mean number of turns of the scores' inner loop for a tile, which its token with the most outliers decides.
+
+    Each channel of a token has an outlier with probability `share`.
+    """
     channels = REAL.head_dim
     at_most, turns, below = 0.0, 0.0, 0
     for count in range(channels + 1):
@@ -65,14 +67,14 @@ def turns_of_tile(share: float) -> float:
 
 
 def turns_of_stretch(share: float) -> float:
-    """How often the inner loop of mixtures turns for a stretch, on average; in the last turn half of the entries are there."""
+    """Return the mean number of turns of the mixtures' inner loop for a stretch of tokens; the last turn is half full on average."""
     return LONGEST * share * REAL.head_dim / (LANES * AT_ONCE[MIXTURES]) + 0.5
 
 
 def listed(
     loop: Mapping[str, Any], share: float, splits: int, device: Device, heads: int, query_rows: int
 ) -> dict[str, Any]:
-    """Seconds that a launch takes by each limit, as `roofline.attended` has them; `splits` are attention's parts of a head."""
+    """Return the seconds of a launch by each limit, as `roofline.attended` does; `splits` are attention's parts of a head."""
     scores, tokens = loop["name"] == SCORES, REAL.tokens
     if scores:
         tiles = tokens // TOKENS
@@ -87,9 +89,9 @@ def listed(
         for pipe in {**loop["around"]["busy"], **loop["inside"]["busy"]}
     }
     pipe, most = max(clocks.items(), key=lambda item: item[1])
-    # An index of 8 bits of keys, and where each token begins; of values 16 bits.
+    # Keys: an 8-bit index per outlier, and each token's start; values: a 16-bit index per outlier.
     packed = heads * tokens * (share * REAL.head_dim * (3 if scores else 4) + (2 if scores else 0))
-    # A bias is written, scores are read; mixtures are read and written.
+    # The scores kernel writes a bias; the mixtures kernel reads scores, and reads and writes mixtures.
     moved = packed + 4 * heads * query_rows * (tokens + (0 if scores else 2 * splits * REAL.head_dim))
     seconds = {
         "bytes": moved / device.copied(1.0),

@@ -1,4 +1,4 @@
-"""docs/results/gpu/roofline.md, from the numbers of `roofline.py`, and beside them what runs on GPUs have measured."""
+"""Writes docs/results/gpu/roofline.md from the numbers of `roofline.py`, with measured figures of runs on GPUs beside them."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -108,13 +108,13 @@ Run = Mapping[str, Any]
 
 
 def runs() -> list[Run]:
-    """What GPUs have measured, the newest last; none yet."""
+    """Return the runs measured on GPUs, the newest last."""
     found = [json.loads(file.read_text(encoding="utf-8")) for file in RESULTS.glob("gpu-*.json")]
     return sorted(found, key=lambda run: run["when"])
 
 
 def step_rows(run: Run, of: Sequence[Run]) -> Iterator[list[object]]:
-    """A line for each step and GPU, and one for its share of the copy rate where that is a target."""
+    """Yields a row for each step and GPU, and one for its share of the copy rate if that is a target."""
     targets = {target.name: target for target in TARGETS}
     for step in run["steps"]:
         bound = ", ".join(part["bound"] for part in step["parts"])
@@ -133,7 +133,7 @@ def step_rows(run: Run, of: Sequence[Run]) -> Iterator[list[object]]:
 
 
 def room(run: Run) -> Iterator[list[object]]:
-    """Launches that a step may have, at the dearer price of a node."""
+    """Yields how many launches each step may have to meet its targets, at the higher cost of a graph node."""
     node = run["node_seconds"][1]
     for target in TARGETS:
         for step in run["steps"]:
@@ -144,7 +144,7 @@ def room(run: Run) -> Iterator[list[object]]:
 
 
 def part_rows(run: Run) -> Iterator[list[object]]:
-    """A line for each launch of attention."""
+    """Yields a row for each launch of attention."""
     for step in run["steps"]:
         for part in step["parts"]:
             taken = part["seconds"]
@@ -155,7 +155,7 @@ def part_rows(run: Run) -> Iterator[list[object]]:
 
 
 def loop_rows(run: Run) -> Iterator[list[object]]:
-    """A line for each loop and compute capability."""
+    """Yields a row for each loop and compute capability."""
     for loop in run["loops"]:
         pipe, clocks = max(loop["busy"].items(), key=lambda item: item[1], default=("", ""))
         memory = [loop["registers"], loop["spilled"], loop["shared"], loop["programs"], loop["tokens"]]
@@ -165,14 +165,14 @@ def loop_rows(run: Run) -> Iterator[list[object]]:
 
 
 def list_rows(run: Run) -> Iterator[list[object]]:
-    """A line for each kernel of lists and compute capability."""
+    """Yields a row for each kernel of outlier lists and compute capability."""
     for loop in run["lists"]:
         counts = [loop[part][number] for number in ("instructions", "alone") for part in ("around", "inside")]
         yield [loop["name"], f"sm_{loop['capability']}", loop["registers"], loop["programs"], *counts]
 
 
 def page(run: Run, of: Sequence[Run]) -> str:
-    """The whole text; `of` are the runs that have measured."""
+    """Return the whole page; `of` are measured runs."""
     from benchmarks.gpu.devices import BASELINE_NODES
     from benchmarks.gpu.roofline_lists import AT_ONCE, MIXTURES, SCORES, turns_of_stretch, turns_of_tile
     from calib.kernels.attend.options import PROGRAMS

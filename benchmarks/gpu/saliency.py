@@ -1,4 +1,4 @@
-"""ZipCache's probe rows of a prompt, against the flash forward over the same prompt."""
+"""Times the saliency scores of ZipCache's probe rows of a prompt against the flash forward over the same prompt."""
 
 from collections.abc import Callable
 from functools import partial
@@ -19,13 +19,15 @@ from calib.runtime.attend.request import QKV, AttendRequest
 from calib.runtime.logits import Logits
 
 SHARE = 0.1
-CHECKED = 128  # probe rows whose sums are compared: plain torch takes them one by one
+CHECKED = 128  # probe rows whose scores are compared with plain torch, which is slow
 
 
 @torch.no_grad()
 def probes(bench: Bench) -> Measured:
-    """Figure "share of flash": a tenth of the rows, half of them the newest, over the causal forward of all rows. The sums of the
-    rows are given, as a prefill's attention leaves them, where it does."""
+    """Return the figure "share of flash": the time for a tenth of the rows, half of them the newest, over the causal forward.
+
+    The rows' normalisers are given, if the prefill's attention returns them.
+    """
     bench.needs_kernel("probe_saliency")
     size = bench.sizes
     heads = Heads(1, size.heads, size.kv_heads, size.head_dim)
@@ -59,14 +61,14 @@ def probes(bench: Bench) -> Measured:
 
 
 def probe_rows(count: int) -> Tensor:
-    """Half of them the newest rows, half evenly among the others: int64 on the host, rising."""
+    """Return the probe rows: half the newest rows, half evenly spaced among the others; int64 on the host, increasing."""
     half = max(1, int(count * SHARE / 2))
     earlier = torch.linspace(0, count - half - 1, half).round().long().unique()
     return torch.cat([earlier, torch.arange(count - half, count)])
 
 
 def checked(bench: Bench, given: QKV, positions: Tensor, scale: float, sums: Tensor | None) -> tuple[list[str], float]:
-    """Some rows' mass, with the `sums` that are given, against plain torch, which sums up again."""
+    """Compare the attention mass of some rows, with the given normalisers `sums`, with plain torch, which recomputes them."""
     step = max(1, len(positions) // CHECKED)
     some = positions[::step]
     score = partial(attention_mass, given.query[:, :, some], given.keys, some, scale)

@@ -1,4 +1,4 @@
-"""The baseline of attention over a full cache: torch's own, by whichever of its backends is the fastest here."""
+"""The baseline of attention over a full cache: torch's SDPA with the fastest of its backends on this device."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -22,14 +22,14 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def grouped(backend: SDPBackend, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """One query token a row: the query heads of a KV head as the rows of one head, so that keys are read once."""
+    """Attend one query token per row, with the query heads of a KV head as the rows of one head, so that keys are read once."""
     rows = query.unflatten(1, (keys.shape[1], -1)).flatten(2, 3)
     with sdpa_kernel(backend):
         return F.scaled_dot_product_attention(rows, keys, values).flatten(1, 2).unsqueeze(2)
 
 
 def by_heads(backend: SDPBackend, query: Tensor, keys: Tensor, values: Tensor, causal: bool = False) -> Tensor:
-    """Query heads as they are."""
+    """Attend with separate query heads (`enable_gqa`)."""
     with sdpa_kernel(backend):
         return F.scaled_dot_product_attention(
             query, keys, values, is_causal=causal, enable_gqa=query.shape[1] > keys.shape[1]
@@ -39,7 +39,7 @@ def by_heads(backend: SDPBackend, query: Tensor, keys: Tensor, values: Tensor, c
 def fastest_decode(
     bench: Bench, query: Tensor, keys: Tensor, values: Tensor
 ) -> tuple[str, Attention, dict[str, float]]:
-    """The fastest way to attend `query [rows, heads, 1, D]`, its name, and the milliseconds of all that run."""
+    """Return the name and function of the fastest way to attend `query [rows, heads, 1, D]`, and the milliseconds of all."""
     ways = {
         f"{name}, {form.__name__.replace('_', ' ')}": partial(form, backend)
         for name, backend in BACKENDS.items()
@@ -51,7 +51,7 @@ def fastest_decode(
 def fastest_causal(
     bench: Bench, query: Tensor, keys: Tensor, values: Tensor
 ) -> tuple[str, Attention, dict[str, float]]:
-    """The same for a prompt; not by forming the whole matrix, which may not fit."""
+    """Return the same for a causal prompt; on a GPU without "math", which forms the whole matrix."""
     usable = BACKENDS if not bench.on_gpu else {name: own for name, own in BACKENDS.items() if name != "math"}
     return _fastest(
         bench, {name: partial(by_heads, own, causal=True) for name, own in usable.items()}, query, keys, values
@@ -66,7 +66,7 @@ def _fastest(
     for name, way in ways.items():
         try:
             way(query, keys, values)
-        except RuntimeError:  # not a backend for this device, dtype or shape
+        except RuntimeError:  # the backend does not support this device, dtype or shape
             continue
         taken[name] = sorted(milliseconds(bench, partial(way, query, keys, values)) for _ in range(5))[2]
     if not taken:

@@ -1,14 +1,14 @@
-"""The sizes of every measurement: those of the targets, and toys of the same form for a machine without a GPU."""
+"""The sizes of all measurements: those of the targets, and toy sizes for dry runs without a GPU."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Shape A of the design and the others; `tokens` are those of a cache, tokens of a prompt alone are `prompt`.
+    """Shape A and the other shapes; `tokens` are tokens in a cache, `prompt` the tokens of a prompt that is timed.
 
-    `sets` are inputs in rotation: a step never finds its own data in the L2. `caches` are layers whose steps are timed together:
-    what a step works out once, all layers of a model share. `turns` are what is kept of a measurement, where its time allows them.
+    `sets`: inputs used in rotation, so that a step never finds its data in the L2. `caches`: layers whose steps are timed together,
+    because the layers of a model share work done once per step. `turns`: turns kept of a measurement, if its time allows them.
     """
 
     batch: int = 8
@@ -19,7 +19,7 @@ class Sizes:
     prompt: int = 32768
     sets: int = 8
     caches: int = 16
-    host_sets: int = 2  # of caches in host memory: together far above the L2 too
+    host_sets: int = 2  # sets of caches in host memory, together also far larger than the L2
     turns: int = 21
     fetched: int = 64
 
@@ -30,13 +30,13 @@ class Sizes:
     step_vectors: int = 512
     step_atoms: int = 8192
 
-    # A model of the 8B shape, 4 of its 32 layers and an eighth of its vocabulary: a layer's share of a step is the whole
-    # model's.
+    # A model of the 8B shape with 4 of its 32 layers and an eighth of its vocabulary, so that a layer's share of a step is that
+    # in the whole model.
     hidden: int = 4096
     intermediate: int = 14336
     layers: int = 4
     vocabulary: int = 16032
-    part: int = 8  # the whole is so many times as much
+    part: int = 8  # the whole model is so many times as large
 
 
 REAL = Sizes()

@@ -1,7 +1,8 @@
-"""What fetching adds to a speculative step: SpeCache's, against the same two columns through its low-bit copy alone.
+"""Times what fetching adds to SpeCache's speculative step, against the same two tokens attending to its low-bit copy alone.
 
-Both attend a true token and a guess and store the true one; one of them scores the guess's tokens, and brings the `fetched`
-best from host memory on a stream of its own. Random keys make almost all of them new in every step: the dearest case.
+Both attend for a true token and a speculative one and store the true one; SpeCache also scores the tokens by the speculative query
+and fetches the `fetched` best from host memory on a side stream. With random keys almost all of them are new in every step, which is
+the most expensive case.
 """
 
 import copy
@@ -25,7 +26,7 @@ LOW = {"bits": 2, "group": 32, "residual": 64}
 
 @torch.no_grad()
 def fetching(bench: Bench) -> Measured:
-    """Figure "with fetch": its time over the step's without."""
+    """Return the figure "with fetch": the step's time with fetching over that without."""
     bench.needs_kernel("attend", "host_gather")
     heads, count, steps = shape_a(bench), bench.sizes.host_sets, []
     layers = {
@@ -37,7 +38,7 @@ def fetching(bench: Bench) -> Measured:
         for own in layers.values():
             filled(own[seed], heads, keys, values, seed)
         steps.append(Step.drawn(bench, heads, keys, 100 + seed, width=2))
-    each(layers["with fetch"], steps)  # the first guess: from now on a step has what it fetched before
+    each(layers["with fetch"], steps)  # the first fetch: each later step uses the tokens fetched by the step before
     with kernels("reference"):
         expected = each(copy.deepcopy(layers["with fetch"])[:1], steps[:1])
     with supported(bench, "attend") as launched:
@@ -47,7 +48,7 @@ def fetching(bench: Bench) -> Measured:
     ways = {}
     for name, own in layers.items():
         timed[name], ways[name] = replayed(bench, partial(each, own, steps), own)
-    if len({way.split(":")[0] for way in ways.values()}) > 1:  # one of them could not be recorded: neither is
+    if len({way.split(":")[0] for way in ways.values()}) > 1:  # if one could not be recorded, both run eagerly
         timed = {name: partial(each, own, steps) for name, own in layers.items()}
         ways = dict.fromkeys(layers, "eager: " + "; ".join(way for way in ways.values() if way != "graph"))
     timed["without, again"] = timed["without"]
@@ -68,9 +69,9 @@ def fetching(bench: Bench) -> Measured:
 
 
 def each(layers: list[CompressedLayer], steps: list[Step]) -> torch.Tensor:
-    """A speculative step of every layer; what was fetched beside has arrived when it is over.
+    """Runs a speculative step of every layer and waits for its fetches; returns the last output.
 
-    Behind a layer's attention there is the next layer's alone, where a model computes more: a fetch has less time here.
+    Only the next layer's attention follows a layer's attention, while a model computes more, so a fetch has less time here.
     """
     for layer, step in zip(layers, steps, strict=True):
         output = forward(layer, step.query, step.keys, step.values, speculative=True)

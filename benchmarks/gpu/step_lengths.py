@@ -1,4 +1,4 @@
-"""A decode step of a layer by the tokens it meets: what it costs however few these are, and what every token adds."""
+"""Times a layer's decode step for several numbers of tokens: its fixed cost, and the cost per token."""
 
 from dataclasses import replace
 from functools import partial
@@ -11,13 +11,13 @@ from benchmarks.gpu.graphs import replayed
 from benchmarks.gpu.layers import Step, bare_layers, filled, prompt_of
 from benchmarks.gpu.turns import in_turns_or_none
 
-LAYERS = 4  # of a cache, whose steps are timed together
+LAYERS = 4  # layers of a cache, whose steps are timed together
 SHARES = (1 / 16, 1 / 4, 1 / 2, 1)  # of the tokens of shape A
 
 
 @torch.no_grad()
 def by_tokens(bench: Bench) -> Measured:
-    """Figures "zipcache, 2048 tokens" and so on: milliseconds of a layer's step."""
+    """Return figures such as "zipcache, 2048 tokens": milliseconds of a layer's step."""
     bench.needs_kernel("attend", "quantise")
     heads, known = shape_a(bench), {"zipcache": TIERS}
     known |= {f"kivi, {bits} bits": {"bits": bits, **fitting(bench)} for bits in (4, 2)}

@@ -1,7 +1,7 @@
-"""How a decode step's time on the device is shared between our kernels and torch's small ones, and what the host adds.
+"""Measures how a decode step's time on the device is divided between our kernels and torch's, and the time of the host.
 
-Of a layer, at shape A, started kernel by kernel: a graph starts the same kernels, so their times are its own but for the gaps.
-The layers of a cache share what a step works out once; every figure is their mean.
+At shape A, with kernels launched one by one: a graph launches the same kernels, so it differs only in the gaps between them. The
+layers of a cache share work done once per step; every figure is the mean of the layers.
 """
 
 import time
@@ -15,14 +15,14 @@ from benchmarks.gpu.decode_attention import TIERS, each, fitting, shape_a
 from benchmarks.gpu.launches import by_kernel, supported
 from benchmarks.gpu.layers import Step, bare_layers, filled, prompt_of
 
-MOST = 24  # kernels that are named
-HOSTS = 11  # steps whose time on the host is taken
+MOST = 24  # most kernels listed
+HOSTS = 11  # steps timed on the host
 LAYERS = 8
 
 
 @torch.no_grad()
 def step_profile(bench: Bench) -> Measured:
-    """Figures "METHOD, ours": the share of our kernels in the device's time of a step; all else in the details."""
+    """Return the figures "METHOD, ours": the share of our kernels in the device's time of a step; times are in the details."""
     bench.needs_kernel("attend", "quantise")
     heads, methods = shape_a(bench), {"zipcache": TIERS, "kivi": {"bits": 4, **fitting(bench)}, "gear": {}, "mikv": {}}
     keys, values = prompt_of(bench, heads, 0)
@@ -57,7 +57,7 @@ def step_profile(bench: Bench) -> Measured:
 
 
 def host_milliseconds(bench: Bench, call: Callable[[], object]) -> float:
-    """What the host needs to start a layer's step, the median; the device may still be at work."""
+    """Return the host's median milliseconds to launch a layer's step, without waiting for the device."""
     taken = []
     for _ in range(HOSTS):
         if bench.on_gpu:

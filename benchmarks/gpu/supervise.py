@@ -1,4 +1,4 @@
-"""Sees to it that every measurement ends: in time, and without taking the others with it."""
+"""Runs measurements in worker processes with time limits, so that one that hangs or crashes does not stop the others."""
 
 import json
 import queue
@@ -11,16 +11,16 @@ from typing import Any
 
 from benchmarks.gpu.bench import Measurement
 
-# Seconds beside a measurement's own until it counts as hanging: its last turn, and the start of a process.
+# Seconds beyond a measurement's own before it counts as hanging: for its last turn, and the start of a process.
 GRACE = 20
-LEAST = 10  # seconds without which none is begun
+LEAST = 10  # with fewer seconds left, no measurement is started
 STOPPED = "stopped at its time limit"
 
 Record = dict[str, Any]
 
 
 def worker(seconds: float, names: Sequence[str]) -> list[str]:
-    """The command of a process that measures."""
+    """Return the command of a worker process."""
     return [sys.executable, "-m", "benchmarks.gpu.worker", str(seconds), *names]
 
 
@@ -30,8 +30,10 @@ def supervised(
     keep: Callable[[Record], None],
     command: Callable[[float, Sequence[str]], list[str]] = worker,
 ) -> None:
-    """Calls `keep` with a record of every measurement as soon as there is one: `figures` and `details`, or the `reason` why
-    there are none."""
+    """Runs the measurements until the time `until`; calls `keep` with each record as soon as there is one.
+
+    A record has `figures` and `details`, or the `reason` why there are none.
+    """
     missing = {one.name: one for one in measurements}
 
     def found(record: Record) -> None:
@@ -50,10 +52,10 @@ def _one_process(
     command: Callable[[float, Sequence[str]], list[str]],
     keep: Callable[[Record], None],
 ) -> None:
-    """Records of a process until it ends, hangs, or the time is over.
+    """Keeps the records of one worker process until it ends, hangs, or the time is over.
 
-    What it dies of or hangs in is put down to the measurement that it had begun, and between two of them to none. A process that
-    began none costs the first one: another would end the same way, and there must be an end.
+    A crash or a hang is recorded for the measurement that had begun; between two measurements for none. If the process began none,
+    it is recorded for the first one, so that restarts come to an end.
     """
     process = subprocess.Popen(command(until - time.monotonic(), list(missing)), stdout=subprocess.PIPE, text=True)
     lines: queue.Queue[str | None] = queue.Queue()
@@ -94,7 +96,7 @@ def _read(process: "subprocess.Popen[str]", lines: "queue.Queue[str | None]") ->
 
 
 def _json(line: str) -> Record:
-    """A line of a worker; what a library prints beside is nothing."""
+    """Return a worker's line as a record; empty for other output, such as a library's."""
     try:
         said = json.loads(line)
     except ValueError:

@@ -1,7 +1,7 @@
-"""What is to be reached on the GPU of record, one H200: the rows of the table, as data.
+"""The targets for the reference GPU, one H200, as rows of data, and the list of measurements.
 
-A figure is a ratio or a share taken in one process; `figure` is its name in what the measurement gives back. `accept` is held
-to, `stretch` is hoped for, `ideal` what the bytes alone would allow.
+A figure is a ratio or a share measured in one process; `figure` is its name in the measurement's result. `accept` is the required
+limit, `stretch` the desired one, `ideal` the limit given by the bytes alone.
 """
 
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ MEASUREMENTS = (
     Measurement("decode attention, MHA", decode_attention.tiers_one_row, 25),
     Measurement("uniform 4 bit", decode_attention.uniform_4_bit, 20),
     Measurement("uniform 2 bit", decode_attention.uniform_2_bit, 20),
-    Measurement("attention kernel alone", attend_alone.alone, 25),  # no target: what a step adds to it shows by this
+    Measurement("attention kernel alone", attend_alone.alone, 25),  # no target; shows what the rest of a step adds
     Measurement("GEAR", decode_attention.gear, 25),
     Measurement("quantise and pack", encoding.quantise, 10),
     Measurement("probe saliency", saliency.probes, 15),
@@ -41,10 +41,10 @@ MEASUREMENTS = (
     Measurement("tokens/s, quanto", generation.against_quanto, 30),
     Measurement("tokens/s", generation.against_dynamic, 30),
     Measurement("largest batch", batch.largest, 30),
-    Measurement("transform coding", decode_attention.components, 60),  # no target; last, so that it goes without first
+    Measurement("transform coding", decode_attention.components, 60),  # no target; last, so it is the first left out
 )
 
-# Only where they are named: they say where time goes, and take longer than a run of all has left.
+# Run only if named with --only: they analyse where time is spent, and take longer than a full run has left.
 ON_REQUEST = (
     Measurement("step profile", step_profile.step_profile, 120),
     Measurement("launch options, batch 1", launch_options.batch_1, 180),
@@ -56,7 +56,7 @@ ON_REQUEST = (
 
 @dataclass(frozen=True)
 class Target:
-    """A row: a ratio ("x") or a share ("%"), of which `more` is better or less."""
+    """A row of the table: a ratio ("x") or a share ("%"); `more`: whether larger values are better."""
 
     name: str
     measurement: str
@@ -68,14 +68,14 @@ class Target:
     more: bool = True
 
     def reached(self, value: float) -> str:
-        """Which of both `value` reaches."""
+        """Return the best limit that `value` reaches: "stretch" or "accept"; else "missed"."""
         for name, limit in (("stretch", self.stretch), ("accept", self.accept)):
             if value >= limit if self.more else value <= limit:
                 return name
         return "missed"
 
     def shown(self, value: float | None) -> str:
-        """A number of this row."""
+        """Return a number of this row as text; empty for None."""
         if value is None:
             return ""
         return f"{100 * value:.3g} %" if self.unit == "%" else f"{value:.2f}{self.unit}"
@@ -84,7 +84,7 @@ class Target:
 def less(
     name: str, measurement: str, figure: str, accept: float, stretch: float, ideal: float | None, unit: str
 ) -> Target:
-    """A row where less is better."""
+    """Return a row for which smaller values are better."""
     return Target(name, measurement, figure, accept, stretch, ideal, unit, more=False)
 
 

@@ -1,7 +1,7 @@
-"""Interleaved turns on a GPU: every step in every turn, in another order each time; medians of ratios taken turn by turn.
+"""Interleaved timing on a GPU: every turn runs every step, in another order each time; figures are medians of ratios within turns.
 
-`benchmarks/protocol.py` does the same on a CPU. Here device events time a step, and a turn goes once through all inputs
-in rotation, so that none is still in the L2 when its turn comes again.
+`benchmarks/protocol.py` does the same on a CPU. Here device events time a step, and a step runs through all inputs in rotation,
+so that none of them is still in the L2 in the next turn.
 """
 
 import random
@@ -13,14 +13,14 @@ import torch
 from benchmarks.gpu.bench import Bench, NotMeasured
 from benchmarks.protocol import quartiles
 
-WARM, LEAST = 2, 5  # turns that are not kept, and without which nothing is claimed
+WARM, LEAST = 2, 5  # warm-up turns, which are not kept, and the least number of turns for a figure
 
 
 Ratios = Mapping[str, tuple[str, str]]
 
 
 def milliseconds(bench: Bench, step: Callable[[], object]) -> float:
-    """Of one call, on the device's clock; on a CPU the host's."""
+    """Return the milliseconds of one call, by device events; on a CPU by the host's clock."""
     if not bench.on_gpu:
         start = time.perf_counter()
         step()
@@ -37,7 +37,7 @@ def milliseconds(bench: Bench, step: Callable[[], object]) -> float:
 def in_turns_or_none(
     bench: Bench, steps: Mapping[str, Callable[[], object]], ratios: Ratios, kept: Mapping[str, object]
 ) -> dict[str, dict[str, list[float]]] | None:
-    """`in_turns`; None where the time is over and there are figures to be `kept`, from what was timed before."""
+    """Return the result of `in_turns`; None if the time is over but earlier figures, `kept`, exist."""
     try:
         return in_turns(bench, steps, ratios)
     except NotMeasured:
@@ -49,9 +49,9 @@ def in_turns_or_none(
 def in_turns(
     bench: Bench, steps: Mapping[str, Callable[[], object]], ratios: Ratios
 ) -> dict[str, dict[str, list[float]]]:
-    """Quartiles of the milliseconds of every step and of `ratios` (above, below), in `sizes.turns` turns or as many as fit.
+    """Return quartiles of every step's milliseconds and of `ratios` (numerator, denominator), in up to `sizes.turns` turns.
 
-    Raises NotMeasured where the time is over before there are `LEAST`.
+    Raises NotMeasured if the time is over after fewer than `LEAST` turns.
     """
     shuffled = random.Random(0)
     found: dict[str, list[float]] = {name: [] for name in steps}

@@ -1,4 +1,4 @@
-"""Measures in a process of its own, and says what it found in one JSON line each; `supervise` reads them.
+"""Runs measurements in a separate process and prints each result as one line of JSON, which `supervise` reads.
 
 python -m benchmarks.gpu.worker SECONDS NAME ...
 """
@@ -18,7 +18,7 @@ from benchmarks.gpu.targets import MEASUREMENTS, ON_REQUEST
 
 
 def record_of(measurement: Measurement, device: torch.device, sizes: Sizes, left: float) -> dict[str, Any]:
-    """What a measurement found, or one line about why it found nothing."""
+    """Run a measurement and return its record: figures and details, or the reason why there are none, in one line."""
     start = time.monotonic()
     bench = Bench(device, sizes, start + min(measurement.seconds, left))
     record: dict[str, Any] = {"name": measurement.name}
@@ -27,14 +27,14 @@ def record_of(measurement: Measurement, device: torch.device, sizes: Sizes, left
         record |= {"figures": found.figures, "details": found.details}
     except NotMeasured as error:
         record["reason"] = str(error)
-    except Exception as error:  # the others go on, whatever this one met
+    except Exception as error:  # any error is recorded, so that the other measurements can go on
         record["reason"] = one_line(error)
     record["seconds"] = round(time.monotonic() - start, 1)
     return record
 
 
 def is_usable() -> bool:
-    """Whether the device still answers: after an illegal access nothing in this process can be measured."""
+    """Return whether the device still works: after an illegal access nothing more can be measured in this process."""
     try:
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
@@ -44,7 +44,7 @@ def is_usable() -> bool:
 
 
 def main(seconds: float, names: list[str]) -> None:
-    """Every measurement named, in the order of the table, until the seconds are over."""
+    """Runs the named measurements in the order of the table within `seconds`; exits with status 1 if the device fails."""
     until = time.monotonic() + seconds
     for measurement in (one for one in (*MEASUREMENTS, *ON_REQUEST) if one.name in names):
         print(json.dumps({"begin": measurement.name}), flush=True)
