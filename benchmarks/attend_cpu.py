@@ -1,17 +1,16 @@
-"""Decode attention of one layer on the CPU: our packed pages against quanto's dequantise + cat + SDPA, and against exact SDPA.
+"""Times decode attention of one layer on the CPU: packed pages against quanto's dequantise + cat + SDPA, and against exact SDPA.
 
     python benchmarks/attend_cpu.py [--tokens 16384] [--turns 31] [--threads 2] [--write]
 
-One process, float32, one row, 8 KV heads of 128, with as many query heads (H8) and with four times as many (H32, as an 8B
-model has them). Each cache holds the same tokens in one layer; a step brings one token more, takes it in and attends to
-everything, as a decode step does. Ours is `update` and `attend` of a compressed layer: `kivi` in groups of 32 with 128 exact
-tokens, as QuantizedCache has them, and `rtn`. Theirs are transformers' own layers and SDPA: QuantizedCache's of quanto, whose
-`update` dequantises and concatenates, and DynamicCache's. The turns fit into the window: no side quantises a block in between
-(decode_cpu.py counts that).
+One process, float32, one row, 8 KV heads of 128, with as many query heads (H8) and with four times as many (H32, as in an 8B
+model). Each cache holds the same tokens in one layer; a step stores one more token and attends to all tokens, as a decode step
+does. Ours is `update` and `attend` of a compressed layer: `kivi` in groups of 32 with 128 exact tokens, like QuantizedCache, and
+`rtn`. The others are transformers' own layers with SDPA: QuantizedCache's of quanto, whose `update` dequantises and concatenates,
+and DynamicCache's. The turns fit into the window: no cache quantises a block meanwhile (decode_cpu.py includes that).
 
-Tokens: some channels of the keys are eight times as large, and the queries make attention peaked; the new ones are fresh
-in every turn. Before anything is timed our answers are compared with float64 attention over what the pages decode to. Every
-step in turn, in another order each turn; median and quartiles of the ratios taken turn by turn, beside an A/A pair.
+Tokens: some channels of the keys are eight times as large, which makes attention peaked; every turn has a new token. Before
+anything is timed, our outputs are compared with float64 attention over the decoded pages. All steps are timed in every turn, in
+another order each turn; results are medians and quartiles of the ratios within turns, beside an A/A pair.
 """
 
 import argparse
@@ -32,7 +31,7 @@ from calib.runtime.logits import Logits
 RESULT = "attend_cpu.json"
 KV_HEADS, CHANNELS, GROUP, WINDOW = 8, 128, 32, 128
 QUERY_HEADS = {"H8": 8, "H32": 32}
-CLOSE = 1e-4  # of the largest output: float32 sums in another order
+CLOSE = 1e-4  # largest difference relative to the largest output: float32 sums in another order
 
 OURS = {"kivi": ("kivi", {"group": GROUP, "residual": WINDOW}), "rtn": ("rtn", {})}
 # Pairs of steps: the first is divided by the second.
@@ -49,7 +48,7 @@ Step = Callable[[QKV], Tensor]
 
 
 def tokens(heads: int, count: int, seed: int) -> QKV:
-    """Queries `[1, heads, count, D]`, keys and values `[1, KV_HEADS, count, D]`."""
+    """Return random queries `[1, heads, count, D]`, keys and values `[1, KV_HEADS, count, D]`."""
     draw = torch.Generator().manual_seed(seed)
     query, keys, values = (torch.randn(1, n, count, CHANNELS, generator=draw) for n in (heads, KV_HEADS, KV_HEADS))
     keys[..., 3::40] *= 8
@@ -57,7 +56,7 @@ def tokens(heads: int, count: int, seed: int) -> QKV:
 
 
 def our_layer(name: str, heads: int, bits: int) -> CompressedLayer:
-    """The layer of a method, driven by hand."""
+    """Return an empty layer of a method, without a model around it."""
     shape = {"num_attention_heads": heads, "num_key_value_heads": KV_HEADS, "head_dim": CHANNELS}
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 32}
     method, options = OURS[name]
@@ -85,7 +84,7 @@ def their_step(layer: DynamicLayer | QuantoQuantizedLayer) -> Step:
 
 
 def opened(heads: int, bits: int, before: QKV) -> tuple[dict[str, Step], dict[str, CompressedLayer]]:
-    """Every step by its name, and our layers among them; all hold the tokens `before`."""
+    """Return every step by name, and our layers; all hold the tokens `before`."""
     layers = {name: our_layer(name, heads, bits) for name in OURS}
     for layer in layers.values():
         our_step(layer)(before)
@@ -99,7 +98,7 @@ def opened(heads: int, bits: int, before: QKV) -> tuple[dict[str, Step], dict[st
 
 
 def decoded(layer: CompressedLayer, given: QKV) -> QKV:
-    """The tokens as the layer holds them: what its codecs make of those that lie in pages, the window exact."""
+    """Return the tokens as the layer stores them: those in pages encoded and decoded by its codecs, those in the window exact."""
     query, *streams = given
     held = []
     for stream, x in zip(layer.store.streams, streams, strict=True):  # type: ignore[union-attr]
@@ -110,7 +109,10 @@ def decoded(layer: CompressedLayer, given: QKV) -> QKV:
 
 
 def check(layers: dict[str, CompressedLayer], answers: dict[str, Tensor], before: QKV, new: QKV) -> dict[str, float]:
-    """Errors of the answers, relative to the largest of the exact one; ours must be attention over the decoded pages."""
+    """Return the outputs' relative errors (Frobenius norms) from the exact output.
+
+    Exits if one of ours is not attention over its decoded pages.
+    """
     for name, layer in layers.items():
         held = decoded(layer, before)
         expected = scaled_dot_product_attention(
@@ -127,7 +129,7 @@ def check(layers: dict[str, CompressedLayer], answers: dict[str, Tensor], before
 
 @torch.no_grad()
 def measure(heads: int, count: int, bits: int, turns: int) -> dict[str, object]:
-    """Milliseconds of every step, and the ratios."""
+    """Return the milliseconds of every step, and the ratios."""
     if turns + 4 > WINDOW // 2:
         raise SystemExit(f"{turns} turns do not fit into the window of {WINDOW} tokens; at most {WINDOW // 2 - 4}")
     before, first = tokens(heads, count, 0), tokens(heads, 1, 1)

@@ -1,4 +1,4 @@
-"""Components for `klt` that nobody fitted: what a step of it takes does not depend on what its bases are of."""
+"""Random bases for `klt`, for timing: the time of a step does not depend on the bases."""
 
 import torch
 from torch import Tensor
@@ -8,15 +8,17 @@ from calib.runtime import Artifact
 from calib.runtime.artifact.fingerprint import fingerprint
 from calib.runtime.methods import Geometry
 
-# Of a Gaussian component of width 1 at 1 ... 8 bits, and at 0 ... 8.
+# Best steps of a Gaussian component of variance 1 at 1 ... 8 bits, and its errors at 0 ... 8 bits.
 STEPS = (1.596, 0.9957, 0.586, 0.3352, 0.1881, 0.1041, 0.0569, 0.0308)
 ERRORS = (1.0, 0.3634, 0.1188, 0.03744, 0.01154, 0.00349, 0.00104, 0.000304, 0.0000876)
 
 
 def made_up(model: PreTrainedModel, sized: bool = False, storage: bool = False) -> Artifact:
-    """Components of keys, before RoPE and after it, and of values: random directions, widths that fall by e^-4 over a head and
-    differ between heads. `sized`: also what sizes of tokens and predictions of values need; `storage`: what stored chunks need
-    whose heads have one basis."""
+    """Return an artifact with random components of keys, before and after RoPE, and of values.
+
+    Directions are random; standard deviations fall by e^-4 over a head and differ between heads. `sized`: also the tensors for
+    sizes of tokens and predictions of values; `storage`: also those of the profile "storage" of stored chunks.
+    """
     geometry, draw = Geometry.of(model.config), torch.Generator().manual_seed(0)
     shape, tensors = (geometry.layers, geometry.kv_heads, geometry.head_dim), dict[str, Tensor]()
     for stem in ("keys.klt", "values.klt", "keys.klt.before"):

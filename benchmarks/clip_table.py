@@ -1,11 +1,11 @@
-"""What calibration is worth on held-out text: attention-output error and perplexity through the packed cache.
+"""Measures the gain by calibration on held-out text: attention-output error, and perplexity with the packed cache.
 
     python benchmarks/clip_table.py [--text FILE --natural-spacing] [--bits 2 3] [--write]
 
 Three settings of KIVI (g = 32) at each bit width: ranges of the running text with clip 1, the same with the artifact's
-clip, and calibrated statistics (key ranges and value scales from the artifact). The text is FILE, or where none is given
-sequences sampled from the model with a seed that the fit did not use. Perplexity is scored through the cache, in a prefill and
-chunks, so that every scored token attends to compressed ones: window 32, the smallest that g = 32 allows.
+clip, and calibrated statistics (key ranges and value scales from the artifact). The text is FILE, by default sequences sampled from
+the model with a seed that the fit did not use. Perplexity is computed with the cache, in a prefill and then in chunks, so that every
+scored token attends to compressed ones: window 32, the smallest that g = 32 allows.
 """
 
 import argparse
@@ -41,7 +41,7 @@ SETTINGS = {
 def attention_errors(
     model: PreTrainedModel, artifact: Artifact, sequences: torch.Tensor, bits: list[int]
 ) -> dict[str, float]:
-    """Relative attention-output error by setting, everything quantised."""
+    """Return the relative attention-output errors by setting, with all tokens quantised."""
     statistic = HeldoutError(model_shape(model), artifact.clip_bits, rows=32)
     statistic.fitted = artifact.tensors
     for tokens in sequences.split(4):
@@ -54,7 +54,7 @@ def attention_errors(
 def perplexity(
     model: PreTrainedModel, method: str, artifact: Artifact | None, sequences: torch.Tensor, **options: object
 ) -> tuple[float, float]:
-    """Perplexity of everything after the first quarter, and bits_per_value at the end."""
+    """Return the perplexity of all tokens after the first quarter, and bits_per_value at the end."""
     prefill, chunk, total, count, bits = sequences.shape[1] // 4, 32, 0.0, 0, 0.0
     for tokens in sequences.split(8):
         with compress(model, method, artifact, **options) as cache:
@@ -71,7 +71,7 @@ def perplexity(
 
 
 def markdown(result: dict[str, object]) -> str:
-    """The table as docs/results shows it."""
+    """Return the table of docs/results."""
     lines = [
         "| bits | setting | attention-output error | perplexity | bits per stored value |",
         "|---|---|---|---|---|",

@@ -1,10 +1,10 @@
-"""What GEAR's corrections cost when a segment is encoded on the CPU, and what calibrated ones save.
+"""Times GEAR's corrections when a segment is encoded on the CPU, measured at run time against calibrated ones.
 
     python benchmarks/correction_cpu.py [--tokens 1024] [--write]
 
-One process, two threads, one segment of 8 KV heads of 128 channels, float32, 4 bits, outliers 2 %, rank 4. Data: normal
-with outlier channels and tokens and a part that tokens share, fresh for every turn; every step in turn, in another order each
-turn; median and quartiles of the ratios taken turn by turn, beside an A/A pair.
+One process, two threads, one segment of 8 KV heads of 128 channels, float32, 4 bits, outliers 2 %, rank 4. Data: normal with outlier
+channels, outlier tokens and a low-rank part, new in every turn. All steps are timed in every turn, in another order each turn;
+results are medians and quartiles of the ratios within turns, beside an A/A pair.
 """
 
 import argparse
@@ -33,7 +33,7 @@ RATIOS = {
 
 
 def tokens(count: int, seed: int) -> Tensor:
-    """`[1, HEADS, count, CHANNELS]`."""
+    """Return random tokens `[1, HEADS, count, CHANNELS]`."""
     draw = torch.Generator().manual_seed(seed)
     x = torch.randn(1, HEADS, count, CHANNELS, generator=draw)
     x = x + torch.randn(1, HEADS, count, 3, generator=draw) @ torch.randn(1, HEADS, 3, CHANNELS, generator=draw)
@@ -43,7 +43,7 @@ def tokens(count: int, seed: int) -> Tensor:
 
 
 def stages(role: str, sample: Tensor) -> dict[str, Corrected]:
-    """The released GEAR's codec for one stream with corrections of either kind, thresholds and bases from `sample`."""
+    """Return the released GEAR's codec of one stream with run-time and with calibrated corrections; these are from `sample`."""
     keys = role == "keys"
     codec = UniformQuant(BITS, (None, 1)) if keys else UniformQuant(BITS, (1, None), across_heads=True)
     ranked = Outliers(SHARE, "tokens" if keys else "channels", across_heads=not keys)
@@ -59,7 +59,7 @@ def stages(role: str, sample: Tensor) -> dict[str, Corrected]:
 
 
 def steps(codecs: dict[str, Corrected], x: Tensor) -> dict[str, Callable[[], object]]:
-    """What is timed, on the segment `x`."""
+    """Return the timed steps, on the segment `x`."""
     measured, known = codecs["run-time"], codecs["calibrated"]
     assert measured.outliers and measured.low_rank and known.outliers and known.low_rank
     residual = x - measured.codec.decode(measured.codec.encode(x), CHANNELS)
@@ -90,7 +90,7 @@ def steps(codecs: dict[str, Corrected], x: Tensor) -> dict[str, Callable[[], obj
 
 @torch.no_grad()
 def measure(role: str, count: int, turns: int) -> dict[str, object]:
-    """Milliseconds of every step, and the ratios."""
+    """Return the milliseconds of every step, and the ratios."""
     codecs = stages(role, tokens(4 * count, 1))
     return turn_by_turn(lambda turn: steps(codecs, tokens(count, 3 + turn)), turns, RATIOS)
 

@@ -1,12 +1,13 @@
-"""What codes as float16 numbers lose in matrix instructions that cut sums off: scores and mixtures beside the same with exact sums.
+"""Simulates the error of codes as float16 numbers in matrix instructions that truncate sums: scores and mixtures against exact sums.
 Writes benchmarks/results/cut_sums.json.
 
     PYTHONPATH=. python benchmarks/cut_sums.py [--write]
 
-A matrix instruction is simulated as experiments describe NVIDIA's (Fasi et al., PeerJ Computer Science 7:e330): sixteen products
-and what is there are cut off 23 bits below the largest exponent, and added. The worst is assumed of numbers below the least
-normal one: that they count with its exponent. Codes are multiples of 2^-24, as `kernels/attend/unpack.py` makes them, have a
-bias of 64, or are themselves; in units of a code, root mean square. *rounding* is what float16 takes of the query or of weights.
+The simulated matrix instruction is NVIDIA's as found by experiments (Fasi et al., PeerJ Computer Science 7:e330): sixteen products
+and the accumulator are truncated 23 bits below the largest exponent, and added. For subnormal numbers the worst case is assumed:
+that they count with the exponent of the least normal number. Codes are represented as multiples of 2^-24, as in
+`kernels/attend/unpack.py`, with a bias of 64, or as themselves. Errors are root mean squares in units of a code. *rounding* is the
+error by rounding the query or the weights to float16.
 """
 
 import argparse
@@ -21,12 +22,12 @@ FORMS = ("multiples", "biased", "themselves")
 
 
 def exponent(x: np.ndarray) -> np.ndarray:
-    """Of numbers; far below all of 0."""
+    """Return the exponents of numbers; -999 for 0."""
     return np.where(x == 0, -999, np.frexp(x)[1] - 1)
 
 
 def cut_sum(codes: np.ndarray, factors: np.ndarray, form: str) -> float:
-    """Codes times factors in turns of such instructions, in units of a code."""
+    """Return sum(codes * factors) as computed by these instructions, 16 products at a time, in units of a code."""
     numbers = {"multiples": codes * LEAST, "biased": codes + BIAS, "themselves": codes}[form]
     exponents = np.full(len(codes), NORMAL) if form == "multiples" else exponent(numbers)
     total = 0.0
@@ -40,7 +41,10 @@ def cut_sum(codes: np.ndarray, factors: np.ndarray, form: str) -> float:
 
 
 def lost(draw: np.random.Generator, bits: int, count: int, weights: bool) -> dict[str, float]:
-    """Of scores of `count` channels, or of mixtures of so many tokens by `weights`, which fall off as e^(2 n), n normal."""
+    """Return the errors of scores of `count` channels, or with `weights` of mixtures of `count` tokens, weighted by e^(2 n), n normal.
+
+    In the latter case errors are relative to the sum of the weights.
+    """
     found: dict[str, list[float]] = {"rounding": [], **{form: [] for form in FORMS}}
     for _ in range(TIMES):
         drawn = draw.standard_normal(count)
@@ -55,7 +59,7 @@ def lost(draw: np.random.Generator, bits: int, count: int, weights: bool) -> dic
 
 
 def main() -> None:
-    """Prints, and writes where it is asked to."""
+    """Prints the errors; with --write saves them."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--write", action="store_true")
     asked, draw, content = parser.parse_args(), np.random.default_rng(0), dict[str, object]()

@@ -1,14 +1,14 @@
-"""Decode speed on the CPU: our packed cache, transformers' QuantizedCache (quanto) of the same bits, and DynamicCache.
+"""Times decoding on the CPU with our packed cache, transformers' QuantizedCache (quanto) at the same bits, and DynamicCache.
 
     python benchmarks/decode_cpu.py [--model wide] [--contexts 2048 8192] [--bits 4 2] [--write]
 
 Models: the embedded one (2 KV heads of 64, 4 layers: every operation is tiny), and `wide`, random weights with the KV shape
 of an 8B model (8 KV heads of 128; 2 layers). `--write` runs both and keeps the run.
 
-One process, two threads. For each context and bit width every cache is prefilled with the same random tokens, then all
-decode in turn, a few steps a turn, in another order each turn; the ratio is taken turn by turn and the median is reported with
-its quartiles, beside an A/A pair (our cache twice) that shows the noise. QuantizedCache re-quantises everything each
-`residual_length` tokens; a round is as long as that, so that each of its flushes is counted once.
+One process, two threads. For each context and bit width every cache is prefilled with the same random tokens, then all decode in
+turns of a few steps, in another order each turn. Results are medians and quartiles of the ratios within turns, beside an A/A pair
+(our cache twice) that shows the noise. QuantizedCache re-quantises all tokens every `residual_length` tokens; a run has as many
+steps, so that one such flush is included.
 """
 
 import argparse
@@ -29,7 +29,7 @@ RESIDUAL = 128
 
 
 def caches(model: PreTrainedModel, bits: int) -> dict[str, Cache]:
-    """The caches that are compared; ours twice for the A/A pair."""
+    """Return the caches that are compared; ours twice for the A/A pair."""
     return {
         "kivi": compress(model, "kivi", bits=bits, group=32, residual=RESIDUAL),
         "kivi again": compress(model, "kivi", bits=bits, group=32, residual=RESIDUAL),
@@ -42,9 +42,9 @@ def caches(model: PreTrainedModel, bits: int) -> dict[str, Cache]:
 
 @torch.no_grad()
 def timed(model: PreTrainedModel, held: dict[str, Cache], prompt: torch.Tensor, steps: int) -> dict[str, list[float]]:
-    """Seconds of a step of each cache, by turn: RESIDUAL tokens behind the `prompt`, decoded in turns of `steps`.
+    """Return the seconds of a step of each cache, by turn: RESIDUAL tokens after the `prompt`, decoded in turns of `steps`.
 
-    So whoever encodes once in RESIDUAL tokens or more often does it as often as in a long answer."""
+    A cache that encodes every RESIDUAL tokens, or more often, encodes as often as in a long answer."""
     token = {
         name: model(prompt, past_key_values=cache, logits_to_keep=1).logits.argmax(-1) for name, cache in held.items()
     }
@@ -53,7 +53,7 @@ def timed(model: PreTrainedModel, held: dict[str, Cache], prompt: torch.Tensor, 
     seconds: dict[str, list[float]] = {name: [] for name in held}
     shuffled = random.Random(0)
     for _ in range(RESIDUAL // steps):
-        # In another order each turn: what runs after a large cache finds the processor's own caches full of it.
+        # In another order each turn: after a large cache the next one finds the processor's caches filled with it.
         for name in shuffled.sample(list(held), len(held)):
             cache = held[name]
             start = time.perf_counter()
@@ -67,7 +67,7 @@ def timed(model: PreTrainedModel, held: dict[str, Cache], prompt: torch.Tensor, 
 
 
 def measure(model: PreTrainedModel, context: int, bits: int, batch: int, steps: int) -> dict[str, object]:
-    """Median tokens/s of each cache, and ratios by turn."""
+    """Return the median tokens per second of each cache, and quartiles of the ratios within turns."""
     prompt = torch.randint(3, model.config.vocab_size, (batch, context), generator=torch.Generator().manual_seed(0))
     seconds = timed(model, caches(model, bits), prompt, steps)
     ratios = {

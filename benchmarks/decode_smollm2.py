@@ -1,11 +1,11 @@
-"""Time of a decode step on SmolLM2 135M beside DynamicCache and QuantizedCache (quanto), on two cores.
+"""Times a decode step of SmolLM2 135M with our caches, DynamicCache and QuantizedCache (quanto), on two cores.
 
     make smollm2-decode
 
-The model is that of `make smollm2-model`, the artifact the committed one, which has no dictionaries: `csr` is timed where
-`--artifact` names one that has (`make smollm2`). float32, batch 1, a prompt of random tokens; every cache decodes 128 tokens in
-turns, in another order each turn (`decode_cpu.py`), so that blocks are encoded as often as in a long answer. Ratios are to
-DynamicCache: of whole runs, and the quartiles of the turns'; `dynamic again` is the A/A pair.
+The model is that of `make smollm2-model`, the artifact the committed one. It has no dictionaries: `csr` is timed only with an
+`--artifact` that has them (`make smollm2`). float32, batch 1, a prompt of random tokens; every cache decodes 128 tokens in turns, in
+another order each turn (`decode_cpu.py`), so that blocks are encoded as often as in a long answer. Ratios are to DynamicCache: those
+of mean times, and quartiles of those within turns; `dynamic again` is the A/A pair.
 """
 
 import argparse
@@ -26,7 +26,7 @@ STEPS = 8  # a turn
 
 
 def caches(model: PreTrainedModel, artifact: Artifact) -> dict[str, Cache]:
-    """By name, as in the table of docs/results/smollm2; klt, zipcache and csr with their default windows."""
+    """Return the caches by name, as in the table of docs/results/smollm2; klt, zipcache and csr with their default windows."""
     found: dict[str, Cache] = {
         "dynamic": DynamicCache(config=model.config),
         "dynamic again": DynamicCache(config=model.config),
@@ -46,7 +46,7 @@ def caches(model: PreTrainedModel, artifact: Artifact) -> dict[str, Cache]:
 
 
 def measure(model: PreTrainedModel, artifact: Artifact, context: int) -> dict[str, dict[str, object]]:
-    """For each cache milliseconds of a step, quartiles over turns, and what it takes of DynamicCache's time."""
+    """Return for each cache the milliseconds of a step, as quartiles over turns, and its time over DynamicCache's."""
     prompt = torch.randint(3, model.config.vocab_size, (1, context), generator=torch.Generator().manual_seed(0))
     seconds = timed(model, caches(model, artifact), prompt, STEPS)
     dynamic = seconds["dynamic"]
@@ -61,7 +61,7 @@ def measure(model: PreTrainedModel, artifact: Artifact, context: int) -> dict[st
 
 
 def main() -> None:
-    """Measures, prints, and writes the run where it is asked to."""
+    """Measures and prints; with --write saves the run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="folder that `make smollm2-model` wrote")
     parser.add_argument("--artifact", default=str(PART))

@@ -1,10 +1,10 @@
-"""What a dictionary's size, its pairs, chunks of values, L_div and re-seeding are worth: tables 3 to 6 of CSR, and ours.
+"""Measures the effect of a dictionary's size, sparsity, chunks, L_div and re-seeding on its loss: tables 3 to 6 of CSR, and more.
 
     python benchmarks/dictionary_loss.py [--model artifacts/tiny-llama] [--streams keys values "rotated keys"] [--write]
 
-Keys before RoPE and values of the embedded model on generated documents and text, and keys after RoPE to compare with (figure
-3): a dictionary for each layer, trained as `calib fit` trains them. Every figure is the mean over layers of |x - x^|^2 / |x|^2
-on held-out sequences, at the best epoch.
+A dictionary for each layer, trained as by `calib fit`, for keys before RoPE and values of the embedded model on generated documents
+and text, and for keys after RoPE as a comparison (figure 3). Every figure is the mean over layers of |x - x^|^2 / |x|^2 on held-out
+sequences, at the best epoch.
 """
 
 import argparse
@@ -29,7 +29,7 @@ Vectors = dict[str, dict[int, tuple[Tensor, Tensor]]]
 
 
 def vectors(path: str, seed: int = 0) -> Vectors:
-    """For each stream and layer float32 `[SAMPLES, head_dim]` to train on and `[HELDOUT, head_dim]` held out."""
+    """Return for each stream and layer training vectors, float32 `[SAMPLES, head_dim]`, and held-out ones, `[HELDOUT, head_dim]`."""
     data = CaptureData(path, name="generated", sequences=48, heldout_sequences=16, seed=seed)
     model, _, corpus = data.load()
     found: dict[str, dict[int, list[Tensor]]] = {name: {} for name in STREAMS}
@@ -53,14 +53,14 @@ def vectors(path: str, seed: int = 0) -> Vectors:
 
 
 def some(x: Tensor, count: int, draw: torch.Generator) -> Tensor:
-    """`count` rows of `x`."""
+    """Return `count` random rows of `x`."""
     return x[torch.randperm(len(x), generator=draw)[:count]]
 
 
 def trained(
     found: Vectors, name: str, atoms: int, sparsity: int, chunks: int, options: DictionaryOptions
 ) -> dict[str, object]:
-    """A dictionary for each layer of a stream: losses before and after, by epoch, atoms never chosen in the last one."""
+    """Train a dictionary for each layer of a stream; return losses before and after, by epoch, and atoms unused in the last one."""
     curves, dead = [], []
     for layer, pair in found[name].items():
         samples, heldout = (x.reshape(len(x) * chunks, -1) for x in pair)
@@ -80,7 +80,7 @@ def trained(
 
 
 def main(path: str, streams: list[str], write: bool) -> None:
-    """Runs and prints every row of these streams; a file that is there keeps its rows of the others."""
+    """Runs and prints every row of these streams; the other streams' rows of an existing file are kept."""
     found, options = vectors(path), DictionaryOptions()
     plain = [("keys", 512, 8, 1), ("values", 512, 4, 2)]
     sizes = [(stream, n, s, parts) for stream, _, s, parts in plain for n in (1024, 2048, 4096)]

@@ -1,8 +1,8 @@
-"""The host's part of a decode step that no graph replays: what runs between a model's keys and the launches of our kernels.
+"""Times the host's part of a decode step without graphs: the code between a model's keys and the launches of our kernels.
 
-Every launch of ours is replaced by a count. Torch's operators run on small tensors of the CPU: in the steps that are measured
-these are views and allocations, and masks and positions that the first layer works out. Not in it: what Triton and CUDA take
-for a launch, and the model's own layers.
+Every launch of our kernels is replaced by a count. Operators of torch run on small CPU tensors: in the measured steps these are
+views and allocations, and masks and positions that the first layer computes. The time of a launch in Triton and CUDA, and the
+model's own layers, are not included.
 """
 
 import gc
@@ -22,13 +22,15 @@ from calib.runtime import compress
 from calib.runtime.attention import attention
 
 HEADS, KV_HEADS, HEAD_DIM = 8, 2, 64
-FIRST, STEPS = 10, 60  # steps that are left out, and all
+FIRST, STEPS = 10, 60  # first steps, which are left out, and all steps
 
 
 @contextmanager
 def counted_launches() -> Iterator[Counter[str]]:
-    """Nothing of ours runs inside, but for what says where tokens lie and how wide their parameters are, and what would have run is
-    counted, by kernel."""
+    """Context in which launches of our kernels are counted by kernel and not run.
+
+    Exceptions are kernels whose results decide where tokens are stored and how wide parameters are.
+    """
     from triton.runtime.interpreter import InterpretedFunction
 
     found: Counter[str] = Counter()
@@ -36,9 +38,9 @@ def counted_launches() -> Iterator[Counter[str]]:
 
     def counted(kernel: Any, *arguments: Any, **options: Any) -> None:
         found[kernel.fn.__name__] += 1
-        if kernel.fn.__name__ == "largest":  # which tokens go to which tier, when a chunk is encoded
+        if kernel.fn.__name__ == "largest":  # chooses the tokens of each tier when a chunk is encoded
             run(kernel, *arguments, **options)
-        if kernel.fn.__name__ == "channel_extremes":  # how wide parameters are: numbers, whatever they say
+        if kernel.fn.__name__ == "channel_extremes":  # decides the width of parameters; any numbers will do
             arguments[2].zero_()
 
     InterpretedFunction.run = counted
@@ -49,7 +51,7 @@ def counted_launches() -> Iterator[Counter[str]]:
 
 
 def model_of(layers: int) -> LlamaForCausalLM:
-    """So many layers, whose attention is all that is called."""
+    """Return a model with `layers` layers, of which only the attention modules are used."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 8, "intermediate_size": 8, "vocab_size": 8, "num_hidden_layers": layers}
     heads = {"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM}
@@ -57,22 +59,25 @@ def model_of(layers: int) -> LlamaForCausalLM:
 
 
 def drawn(rows: int, heads: int, tokens: int) -> Tensor:
-    """Queries, keys or values as the model would make them."""
+    """Return random queries, keys or values, bfloat16 `[rows, heads, tokens, HEAD_DIM]`."""
     return torch.randn(rows, heads, tokens, HEAD_DIM).bfloat16()
 
 
 @torch.no_grad()
 def step(model: LlamaForCausalLM, method: str, options: dict[str, Any], lengths: list[int]) -> dict[str, Any]:
-    """Of a step behind prompts of these `lengths`: microseconds, its layers' medians added up; their mean over all steps but those
-    that encode, so with those in which launches are recorded; launches of most steps; the share of layers that launched what
-    they had launched before, of all steps; and where any steps encode, their mean and how often they launch."""
+    """Time the steps after prompts of these `lengths`.
+
+    Returns `microseconds`, the sum of the layers' medians; `mean_microseconds`, the mean of steps that do not encode (those that record
+    launches included); `launches` of most steps; `taped`, the share of layers and steps that repeat recorded launches; and if any step
+    encodes, the mean time of such steps and the most launches of one.
+    """
     modules, rows = [layer.self_attn for layer in model.model.layers], len(lengths)
     artifact = made_up(model, sized=bool(options.get("predict"))) if method == "klt" else None
     mask = (torch.arange(max(lengths)) >= max(lengths) - torch.tensor(lengths)[:, None]).long()
     taken: list[list[float]] = [[] for _ in modules]
     launches = []
     gc.collect()
-    gc.freeze()  # what imports have made is not walked again and again
+    gc.freeze()  # so that the garbage collector does not walk the objects of imports again and again
     with counted_launches() as counts, compress(model, method, artifact, **options) as cache:
         for number in range(STEPS + 1):
             width = 1 if number else max(lengths)

@@ -1,10 +1,10 @@
-"""What GEAR's parts leave of the error of keys, values and attention, row by row of its table, on one prompt.
+"""Measures the errors of keys, values and attention with GEAR's corrections, for each row of its table, on one prompt.
 
     python benchmarks/gear_errors.py [--config eval/gear.yaml] [--lines 60] [--write]
 
-The prompt's keys and values are encoded once as one segment, as a prompt is, and once in blocks, as tokens after it are.
-Errors are relative (Frobenius norms) over all layers and heads: of keys, of values, and of the attention output of the
-prompt's last 16 queries over them.
+The prompt's keys and values are encoded once as one segment, like a prompt, and once in blocks, like tokens after it. Errors are
+relative (Frobenius norms) over all layers and heads: of keys, of values, and of the attention output of the prompt's last 16
+queries over them.
 """
 
 import argparse
@@ -36,7 +36,7 @@ Layers = list[tuple[Tensor, Tensor, Tensor, float]]
 
 
 def layers_of(model: Any, ids: Tensor) -> Layers:
-    """Queries, keys, values and the scale of every layer of the prompt `ids [1, T]`."""
+    """Return queries, keys, values and the softmax scale of every layer for the prompt `ids [1, T]`."""
     found: Layers = []
 
     def watched(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, scaling: float, **_: Any) -> Any:
@@ -52,9 +52,9 @@ def layers_of(model: Any, ids: Tensor) -> Layers:
 
 
 def decoded(codec: Codec, x: Tensor, step: int, layer: int) -> tuple[Tensor, int]:
-    """`x [1, kv_heads, T, D]` after encoding and decoding segments of `step` tokens, and outliers that found no slot.
+    """Return `x [1, kv_heads, T, D]` after encoding and decoding segments of `step` tokens, and the number of overflowed outliers.
 
-    Tokens of a shorter last segment are exact.
+    Overflowed outliers are beyond a threshold, but all slots are used. Tokens of a shorter last segment are exact.
     """
     if isinstance(codec, Corrected):
         codec = codec.with_seed(0, layer)
@@ -69,7 +69,7 @@ def decoded(codec: Codec, x: Tensor, step: int, layer: int) -> tuple[Tensor, int
 
 
 def output(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-    """Causal attention of the last `QUERIES` rows."""
+    """Return the causal attention output of the last `QUERIES` rows."""
     group, tokens = query.shape[1] // keys.shape[1], keys.shape[2]
     keys, values = (x.repeat_interleave(group, 1) for x in (keys, values))
     later = torch.arange(tokens) > torch.arange(tokens - QUERIES, tokens)[:, None]
@@ -78,7 +78,7 @@ def output(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
 
 
 def errors(method: Gear, layers: Layers, geometry: Geometry, artifact: Artifact | None) -> dict[str, dict[str, float]]:
-    """Relative errors of the prompt's segment and of blocks; `overflow`: entries beyond a threshold, without a slot."""
+    """Return the relative errors as one segment and as blocks; `overflow`: share of entries beyond a threshold without a slot."""
     found = {}
     for name, position in (("prompt", 0), ("blocks", -1)):
         sums: dict[str, list[float]] = {part: [0.0, 0.0] for part in ("keys", "values", "output")}
@@ -102,7 +102,7 @@ def errors(method: Gear, layers: Layers, geometry: Geometry, artifact: Artifact 
 
 
 def plain(entry: MethodEntry, title: str) -> Gear | None:
-    """The row's method where GEAR's file has it."""
+    """Return the row's method if it is one of GEAR's, else None."""
     method = entry.build(title)
     return method if isinstance(method, Gear) else None
 

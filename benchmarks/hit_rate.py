@@ -1,18 +1,18 @@
-"""How much of the attention falls on the tokens that are fetched: for a guess, within the step, and kept by greedy eviction.
+"""Measures the share of attention on fetched tokens: fetched by a speculative query, within the step, and kept by greedy eviction.
 
     python benchmarks/hit_rate.py [--cases 60] [--sequences 16] [--steps 128] [--write]
 
-SpeCache over a 1-bit copy (g = 64) of the embedded model: the answers to 60 keyed lines, and behind 256 tokens of text sampled
-from the model its greedy continuation or what was sampled further, the true tokens one at a time. In each layer the step's own
-query is scored against the exact keys of the host; counted is what falls on encoded tokens, summed over heads and steps, and
-how much of it on the k tokens of each KV head that
+SpeCache over a 1-bit copy (g = 64) of the embedded model decodes given tokens one at a time: answers to 60 keyed lines, and after
+256 tokens of text sampled from the model its greedy continuation or the further sampled tokens. In each layer the step's query is
+scored against the exact keys on the host. Counted is the attention on encoded tokens, summed over heads and steps, and the share of
+it on the k tokens of each KV head that
 
-- `speculative`: SpeCache has there, fetched in the step before for the token it guessed,
-- `within the step`: it fetches by what the same query sees in the low-bit copy (a run of its own),
-- `greedy eviction`: H2O would have left: the heaviest by the attention they got so far, where a dropped token never returns,
-- `best`: have the most of it.
+- `speculative`: SpeCache fetched in the step before, by the query of the speculative token,
+- `within the step`: are fetched by the same query's scores in the low-bit copy (a separate run),
+- `greedy eviction`: H2O would have kept: those with the most attention so far, where a dropped token never returns,
+- `best`: have the most attention.
 
-`top` is the same share of what falls on the best k. The step after a prompt is left out, whose token is not guessed.
+`top` is the same share of the attention on the best k tokens. The step after a prompt is left out, as its token is not speculated.
 """
 
 import argparse
@@ -43,11 +43,11 @@ COPY: dict[str, Any] = {"bits": 1, "group": 64, "clip": 0.5}
 FETCHED = (4, 16, 64)
 LINES, PREFILL = 60, 256
 
-Sums = dict[tuple[str, int], Tensor]  # by (series, layer): covered, of; covered of the best k, of
+Sums = dict[tuple[str, int], Tensor]  # by (series, layer): mass covered, mass; mass of the best k covered, mass of the best k
 
 
 class Watched:
-    """Takes a layer's attention in as it happens; rows hold equally many tokens, without padding."""
+    """Records a layer's attention while it runs; all rows must have equally many tokens, without padding."""
 
     def __init__(self, layer: CompressedLayer, number: int, k: int, sums: Sums) -> None:
         self.layer, self.number, self.k, self.sums = layer, number, k, sums
@@ -57,7 +57,7 @@ class Watched:
         layer.attend = self  # type: ignore[method-assign]
 
     def __call__(self, query: Tensor, mask: Tensor | None, logits: Logits) -> Tensor:
-        """The layer's own answer."""
+        """Returns the layer's own output."""
         assert self.layer._arrived is not None
         keys = self.layer._arrived[0]
         if not self.held:
@@ -69,7 +69,7 @@ class Watched:
         before = store.pool.positions.clone()
         output = self._attend(query, mask, logits)
         forward = self.layer.sequences.forward
-        if forward is not None and forward.width:  # pre-decoding has none but a guess
+        if forward is not None and forward.width:  # pre-decoding has only a speculative token
             mass = attention_mass(query[:, :, :1], every, torch.tensor([self.held]), logits.scale)
             self._step(store, mass, before if store.policy.speculative else store.pool.positions)
             self.held += 1
@@ -93,7 +93,7 @@ class Watched:
             self._add(name, seen, kept, best)
 
     def _evict(self, encoded: int) -> None:
-        """Of what is kept and of tokens newly encoded, the k heaviest stay."""
+        """Keeps the k tokens with the most attention, of those kept so far and those newly encoded."""
         if encoded == self.judged:
             return
         new = self.received[..., :encoded].clone()
@@ -107,7 +107,7 @@ class Watched:
 
 
 def exact_keys(store: TopTokensStore, count: int) -> Tensor:
-    """The first `count` keys of every row as the host has them, `[rows, kv_heads, count, D]`."""
+    """Return the first `count` exact keys of every row, from host memory, `[rows, kv_heads, count, D]`."""
     pairs, table = store.host.pairs, store.host.sequences.table
     assert pairs is not None and pairs.pairs is not None
     numbers = table.numbers(torch.device("cpu"))[:, : -(-count // table.page_tokens)].long()
@@ -115,28 +115,30 @@ def exact_keys(store: TopTokensStore, count: int) -> Tensor:
 
 
 def chosen(mass: Tensor, k: int) -> Tensor:
-    """The k largest of `mass [..., tokens]`, as bool."""
+    """Return a bool mask of the k largest of `mass [..., tokens]`."""
     best = mass.topk(min(k, mass.shape[-1]), -1).indices
     return torch.zeros_like(mass, dtype=torch.bool).scatter_(-1, best, True)
 
 
 @torch.no_grad()
 def feed(model: PreTrainedModel, cache: CompressedCache, prompt: Tensor, rest: Tensor) -> list[Tensor]:
-    """A prompt `[rows, n]`, then `rest [rows, m]` a token at a time: for each from the third on whether it had been guessed,
-    bool `[rows]`."""
+    """Feed a prompt `[rows, n]`, then `rest [rows, m]` one token at a time.
+
+    Returns for each token from the third on whether it was speculated correctly, bool `[rows]`.
+    """
     model(input_ids=prompt, past_key_values=cache, logits_to_keep=1)
     right, speculated = [], None
     for token in rest.split(1, 1):
         if speculated is not None:
             right.append(speculated == token[:, 0])
-        # What this step takes along, and fetches for, is the next one's token if the guess is right.
+        # The speculative token of this step, for which it fetches, is the next step's token if the guess is right.
         speculated = None if cache.speculator is None else cache.speculator.tokens
         model(input_ids=token, past_key_values=cache)
     return right
 
 
 def measure(model: PreTrainedModel, rows: Iterable[tuple[Tensor, Tensor]], k: int, speculative: bool) -> dict[str, Any]:
-    """The shares of each series by layers, and those of guesses that were right."""
+    """Return the shares of each series by layer, and the shares of right guesses."""
     sums: Sums = defaultdict(lambda: torch.zeros(4, dtype=torch.float64))
     right: list[list[Tensor]] = []
     for prompt, rest in rows:
@@ -154,7 +156,7 @@ def measure(model: PreTrainedModel, rows: Iterable[tuple[Tensor, Tensor]], k: in
 
 
 def of_guesses(right: list[list[Tensor]]) -> dict[str, float]:
-    """The share of guesses that were right; where there are several in a row, also of those behind a right and a wrong one."""
+    """Return the share of right guesses, and with several steps also of those after a right and after a wrong guess."""
     shares = {"right": torch.cat([step for steps in right for step in steps])}
     pairs = [pair for steps in right for pair in pairwise(steps)]
     if pairs:
@@ -164,12 +166,12 @@ def of_guesses(right: list[list[Tensor]]) -> dict[str, float]:
 
 
 def rounded(shares: Tensor) -> list[float]:
-    """To four decimals."""
+    """Return the shares rounded to four decimals."""
     return [round(share, 4) for share in shares.tolist()]
 
 
 def answers(path: str, cases: int) -> list[tuple[Tensor, Tensor]]:
-    """Prompts and answers of keyed lines, one row each; an answer's last token is not fed."""
+    """Return prompts and answers of keyed lines, one row each; an answer's last token is not fed."""
     tokenizer, rows = AutoTokenizer.from_pretrained(path), []
     for case in retrieval_cases(20, cases, LINES):
         whole = tokenizer(case.prompt + case.answer, return_tensors="pt")["input_ids"]
@@ -180,7 +182,7 @@ def answers(path: str, cases: int) -> list[tuple[Tensor, Tensor]]:
 
 @torch.no_grad()
 def greedy(model: PreTrainedModel, prompts: Tensor, steps: int) -> Tensor:
-    """The most likely `steps` tokens behind prompts `[rows, n]`, int64 `[rows, steps]`; an end of text does not end them."""
+    """Return `steps` greedily decoded tokens after prompts `[rows, n]`, int64 `[rows, steps]`, also beyond an end of text."""
     cache, tokens, found = DynamicCache(config=model.config), prompts, []
     for _ in range(steps):
         tokens = model(input_ids=tokens, past_key_values=cache, logits_to_keep=1).logits[:, -1:].argmax(-1)

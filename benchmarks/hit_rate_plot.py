@@ -1,11 +1,11 @@
-"""The drawing of `hit_rate.py`: a panel for each k and task, layers from left to right, light or dark as the reader's system."""
+"""Draws the results of `hit_rate.py` as SVG: a panel for each k and task, with layers from left to right, in light or dark colours."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-SERIES = ("best", "within the step", "guess", "greedy eviction")  # names, and the classes of their lines
+SERIES = ("best", "within the step", "guess", "greedy eviction")  # in the order of their CSS classes s0, s1, ...
 TASKS = ("answers from 60 lines", "greedy text", "sampled text")
-WIDTH, HEIGHT = 210, 150  # of a panel
+WIDTH, HEIGHT = 210, 150  # size of a panel
 LEFT, TOP, ACROSS, DOWN = 64, 74, 50, 58  # margins, and the gaps between panels
 STYLE = """\
 svg { --page: #fdfdfc; --ink: #1a1a19; --soft: #62615c; --line: #dcdbd6;
@@ -26,7 +26,7 @@ polyline { fill: none; stroke-width: 2; }
 
 
 def plot(rows: Sequence[Mapping[str, Any]]) -> str:
-    """An SVG image of the shares of attention in `rows`, each with its task, its k and the `SERIES`."""
+    """Return an SVG image of the shares of attention in `rows`, each with its task, its k and the `SERIES`."""
     counts = sorted({row["k"] for row in rows})
     width = LEFT + len(counts) * (WIDTH + ACROSS) - ACROSS // 2
     height = TOP + len(TASKS) * (HEIGHT + DOWN) - DOWN // 2
@@ -45,7 +45,7 @@ def plot(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def legend() -> Iterator[str]:
-    """What is drawn, and the lines' names."""
+    """Yields the title, and the names of the lines."""
     yield f'<text class="title" x="{LEFT}" y="20">Share of the attention to encoded tokens that falls on k of them</text>'
     for number, name in enumerate(SERIES):
         x = LEFT + 150 * number
@@ -54,7 +54,7 @@ def legend() -> Iterator[str]:
 
 
 def panel(row: Mapping[str, Any]) -> Iterator[str]:
-    """The lines of one k and task over the layers, with both axes."""
+    """Yields the lines of one k and task over the layers, with both axes."""
     layers = len(row[SERIES[0]]["mass"])
     position = [round(WIDTH * (layer + 0.5) / layers, 1) for layer in range(layers)]
     yield f'<text class="title" y="-8">{row["task"]}, k = {row["k"]}</text>'
@@ -71,5 +71,5 @@ def panel(row: Mapping[str, Any]) -> Iterator[str]:
 
 
 def height_of(share: float) -> float:
-    """Where a share is drawn, from the panel's top."""
+    """Return the distance of a share's point from the panel's top."""
     return round(HEIGHT * (1 - share), 1)

@@ -67,7 +67,7 @@ def turns_of_tile(share: float) -> float:
 
 
 def turns_of_stretch(share: float) -> float:
-    """Return the mean number of turns of the mixtures' inner loop for a stretch of tokens; the last turn is half full on average."""
+    """Return the mean number of turns of the mixtures' inner loop for a stretch; the last turn is half full on average."""
     return LONGEST * share * REAL.head_dim / (LANES * AT_ONCE[MIXTURES]) + 0.5
 
 

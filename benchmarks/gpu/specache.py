@@ -1,8 +1,8 @@
 """Times what fetching adds to SpeCache's speculative step, against the same two tokens attending to its low-bit copy alone.
 
 Both attend for a true token and a speculative one and store the true one; SpeCache also scores the tokens by the speculative query
-and fetches the `fetched` best from host memory on a side stream. With random keys almost all of them are new in every step, which is
-the most expensive case.
+and fetches the `fetched` best from host memory on a side stream. With random keys almost all of them are new in every step, the
+most expensive case.
 """
 
 import copy
