@@ -3,9 +3,9 @@
     python benchmarks/clip_table.py [--text FILE --natural-spacing] [--bits 2 3] [--write]
 
 Three settings of KIVI (g = 32) at each bit width: ranges of the running text with clip 1, the same with the artifact's
-clip, and calibrated statistics (key ranges and value scales from the artifact). The text is FILE, by default sequences sampled from
-the model with a seed that the fit did not use. Perplexity is computed with the cache, in a prefill and then in chunks, so that every
-scored token attends to compressed ones: window 32, the smallest that g = 32 allows.
+clip, and calibrated statistics (key ranges and value scales from the artifact). The text is FILE, by default sequences sampled
+from the model with a seed that the fit did not use. Perplexity is computed with the cache, in a prefill and then in chunks, so
+that every scored token attends to compressed ones: window 32, the smallest that g = 32 allows.
 """
 
 import argparse

@@ -2,9 +2,9 @@
 
     python benchmarks/correction_cpu.py [--tokens 1024] [--write]
 
-One process, two threads, one segment of 8 KV heads of 128 channels, float32, 4 bits, outliers 2 %, rank 4. Data: normal with outlier
-channels, outlier tokens and a low-rank part, new in every turn. All steps are timed in every turn, in another order each turn;
-results are medians and quartiles of the ratios within turns, beside an A/A pair.
+One process, two threads, one segment of 8 KV heads of 128 channels, float32, 4 bits, outliers 2 %, rank 4. Data: normal with
+outlier channels, outlier tokens and a low-rank part, new in every turn. All steps are timed in every turn, in another order each
+turn; results are medians and quartiles of the ratios within turns, beside an A/A pair.
 """
 
 import argparse

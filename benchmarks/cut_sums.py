@@ -1,4 +1,4 @@
-"""Simulates the error of codes as float16 numbers in matrix instructions that truncate sums: scores and mixtures against exact sums.
+"""Simulates the error of float16 codes in matrix instructions that truncate sums: scores and mixtures against exact sums.
 Writes benchmarks/results/cut_sums.json.
 
     PYTHONPATH=. python benchmarks/cut_sums.py [--write]
@@ -41,9 +41,9 @@ def cut_sum(codes: np.ndarray, factors: np.ndarray, form: str) -> float:
 
 
 def lost(draw: np.random.Generator, bits: int, count: int, weights: bool) -> dict[str, float]:
-    """Return the errors of scores of `count` channels, or with `weights` of mixtures of `count` tokens, weighted by e^(2 n), n normal.
+    """Return the errors of scores of `count` channels, or with `weights` of mixtures of `count` tokens.
 
-    In the latter case errors are relative to the sum of the weights.
+    Weights are e^(2 n) with n normal, and errors of mixtures are relative to their sum.
     """
     found: dict[str, list[float]] = {"rounding": [], **{form: [] for form in FORMS}}
     for _ in range(TIMES):

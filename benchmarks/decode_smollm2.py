@@ -3,9 +3,9 @@
     make smollm2-decode
 
 The model is that of `make smollm2-model`, the artifact the committed one. It has no dictionaries: `csr` is timed only with an
-`--artifact` that has them (`make smollm2`). float32, batch 1, a prompt of random tokens; every cache decodes 128 tokens in turns, in
-another order each turn (`decode_cpu.py`), so that blocks are encoded as often as in a long answer. Ratios are to DynamicCache: those
-of mean times, and quartiles of those within turns; `dynamic again` is the A/A pair.
+`--artifact` that has them (`make smollm2`). float32, batch 1, a prompt of random tokens; every cache decodes 128 tokens in turns,
+in another order each turn (`decode_cpu.py`), so that blocks are encoded as often as in a long answer. Ratios are to DynamicCache:
+those of mean times, and quartiles of those within turns; `dynamic again` is the A/A pair.
 """
 
 import argparse

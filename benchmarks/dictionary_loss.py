@@ -29,7 +29,7 @@ Vectors = dict[str, dict[int, tuple[Tensor, Tensor]]]
 
 
 def vectors(path: str, seed: int = 0) -> Vectors:
-    """Return for each stream and layer training vectors, float32 `[SAMPLES, head_dim]`, and held-out ones, `[HELDOUT, head_dim]`."""
+    """Return for each stream and layer training vectors, float32 `[SAMPLES, head_dim]`, and held-out, `[HELDOUT, head_dim]`."""
     data = CaptureData(path, name="generated", sequences=48, heldout_sequences=16, seed=seed)
     model, _, corpus = data.load()
     found: dict[str, dict[int, list[Tensor]]] = {name: {} for name in STREAMS}

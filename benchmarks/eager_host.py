@@ -67,9 +67,9 @@ def drawn(rows: int, heads: int, tokens: int) -> Tensor:
 def step(model: LlamaForCausalLM, method: str, options: dict[str, Any], lengths: list[int]) -> dict[str, Any]:
     """Time the steps after prompts of these `lengths`.
 
-    Returns `microseconds`, the sum of the layers' medians; `mean_microseconds`, the mean of steps that do not encode (those that record
-    launches included); `launches` of most steps; `taped`, the share of layers and steps that repeat recorded launches; and if any step
-    encodes, the mean time of such steps and the most launches of one.
+    Returns `microseconds`, the sum of the layers' medians; `mean_microseconds`, the mean of steps that do not encode (those that
+    record launches included); `launches` of most steps; `taped`, the share of layers and steps that repeat recorded launches; and
+    if any step encodes, the mean time of such steps and the most launches of one.
     """
     modules, rows = [layer.self_attn for layer in model.model.layers], len(lengths)
     artifact = made_up(model, sized=bool(options.get("predict"))) if method == "klt" else None

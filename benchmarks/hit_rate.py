@@ -43,7 +43,7 @@ COPY: dict[str, Any] = {"bits": 1, "group": 64, "clip": 0.5}
 FETCHED = (4, 16, 64)
 LINES, PREFILL = 60, 256
 
-Sums = dict[tuple[str, int], Tensor]  # by (series, layer): mass covered, mass; mass of the best k covered, mass of the best k
+Sums = dict[tuple[str, int], Tensor]  # by (series, layer): mass covered, mass; the same two for the best k tokens
 
 
 class Watched:

@@ -1,4 +1,4 @@
-"""Draws the results of `hit_rate.py` as SVG: a panel for each k and task, with layers from left to right, in light or dark colours."""
+"""Draws the results of `hit_rate.py` as SVG: a panel for each k and task, layers from left to right, in light or dark colours."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any

@@ -1,11 +1,11 @@
-"""InfLLM behind prompts of up to four times the trained context: perplexity and needles, prompts encoded by blocks and exactly.
+"""Evaluates InfLLM after prompts of up to four times the trained context: perplexity and needles, with exact and blockwise prefill.
 
     python -m benchmarks.infllm_lengths --text VALIDATION [--cases 50] [--windows 12] [--write]
 
-The embedded model, which was trained on rows of 1,024 tokens at most. Perplexity is that of the same last 256 tokens of each
-window, whatever the length of the prompt: `<s>` and the tokens before them, all in one forward. A needle is hidden in so many
-tokens of running text, at evenly spread depths; the prompt is one forward, and the answer, four digits, is right where each is
-the likeliest token behind the true ones, which come one by one.
+The embedded model was trained on rows of at most 1,024 tokens. Perplexity is that of the same last 256 tokens of each window for
+every prompt length: `<s>` and the tokens before them, all in one forward. A needle is hidden in running text of each length, at
+evenly spread depths; the prompt is one forward, and the answer of four digits is right if each of its tokens is the most likely one
+after the true tokens before it, which are fed one at a time.
 """
 
 import argparse
@@ -33,7 +33,7 @@ MODEL = "artifacts/tiny-llama"
 TRAINED = 1024
 LENGTHS = (512, 1024, 2048, 4096)
 SCORED = 256
-# A chunk attends to 16 + 351 + 576 + 64 tokens at most, no more than the model was trained on.
+# A chunk attends to at most 16 + 351 + 576 + 64 tokens, which is within the trained length.
 OPTIONS = {"initial": 16, "window": 320, "block": 32, "representatives": 4, "fetched": 18}
 SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "full": ("full", {}),
@@ -45,7 +45,7 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @torch.no_grad()
 def nats(model: PreTrainedModel, ids: Tensor, method: str, options: dict[str, Any]) -> list[float]:
-    """Of each of the last SCORED tokens of `ids [1, n]`, which are one forward."""
+    """Return the negative log-likelihood in nats of each of the last SCORED tokens of `ids [1, n]`, fed in one forward."""
     with compress(model, method, **options) as cache:
         logits = model(ids, past_key_values=cache, logits_to_keep=SCORED + 1).logits[0, :-1].float()
     found: list[float] = functional.cross_entropy(logits, ids[0, -SCORED:], reduction="none").tolist()
@@ -54,7 +54,7 @@ def nats(model: PreTrainedModel, ids: Tensor, method: str, options: dict[str, An
 
 @torch.no_grad()
 def is_right(model: PreTrainedModel, ids: Tensor, answer: int, method: str, options: dict[str, Any]) -> bool:
-    """Whether the last `answer` tokens of `ids [1, n]` are the likeliest ones, each behind those before it."""
+    """Return whether each of the last `answer` tokens of `ids [1, n]` is the most likely one after those before it."""
     with compress(model, method, **options) as cache:
         at, right = ids.shape[1] - answer, True
         logits = model(ids[:, :at], past_key_values=cache, logits_to_keep=1).logits
@@ -66,14 +66,14 @@ def is_right(model: PreTrainedModel, ids: Tensor, answer: int, method: str, opti
 
 
 def windows(tokens: np.ndarray, count: int, bos: int) -> list[Tensor]:
-    """`count` stretches of the longest prompt and `SCORED` - 1 tokens besides, evenly spread, `[1, n]` behind `<s>`."""
+    """Return `count` evenly spread windows of the longest length, `[1, max(LENGTHS)]`, each beginning with `<s>`."""
     stream, size = torch.from_numpy(tokens.astype(np.int64)), max(LENGTHS) - 1
     starts = [i * (len(stream) - size) // max(1, count - 1) for i in range(count)]
     return [functional.pad(stream[start : start + size], (1, 0), value=bos)[None] for start in starts]
 
 
 def perplexities(model: PreTrainedModel, rows: list[Tensor], names: list[str]) -> dict[str, dict[str, Any]]:
-    """By setting and length, with the standard error of the mean of nats over windows."""
+    """Return perplexity by setting and length, with the standard error of the mean nats over windows."""
     found: dict[str, dict[str, Any]] = {name: {} for name in names}
     for length in LENGTHS:
         for name in names:
@@ -92,7 +92,7 @@ def perplexities(model: PreTrainedModel, rows: list[Tensor], names: list[str]) -
 def needles(
     model: PreTrainedModel, tokenizer: Any, running: RunningText, cases: int, names: list[str]
 ) -> dict[str, dict[str, Any]]:
-    """Shares of right answers by setting and tokens of text, with their 95 % intervals."""
+    """Return the shares of right answers by setting and length, with 95 % intervals."""
     found: dict[str, dict[str, Any]] = {name: {} for name in names}
     for length in LENGTHS:
         batch = needle_batch(tokenizer, SEED, cases, running, length)

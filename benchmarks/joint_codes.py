@@ -1,15 +1,14 @@
-"""Codes of keys and values whose heads and layers help each other: what `storage_profile.py` compares, without packing.
+"""Codes of keys and values with joint bases of heads and prediction between layers, without packing, for `storage_profile.py`.
 
-A layer's keys before RoPE, and its values, are coded as `calib/statistics/joint_codes.py` says, by forms that differ in what helps:
+A layer's keys before RoPE, and its values, are coded as in `calib/statistics/joint_codes.py`, in forms of increasing dependence:
 
     heads              a basis and a size for each head; values are predicted from their own head's keys, as `klt` does
     joint              a basis and a size for all heads of a layer
     joint, layer       and values are predicted from the keys of all heads
     joint, two layers  and keys and values also from the keys and values of the layer before
 
-All is fitted layer by layer on what is decoded at the price of a bit that is asked for (closed loop), so that a form is as good
-as a fit for this budget alone can make it. A component takes any width from 0 to 8 bits; a token's bits are the sum of widths and
-four for each size.
+Codes are fitted layer by layer on vectors decoded at the given price of a bit (closed loop), so each form is fitted for one budget
+alone. A component takes any width from 0 to 8 bits; a token's bits are the sum of widths, and four for each size.
 """
 
 from collections.abc import Callable
@@ -23,7 +22,7 @@ from calib.statistics.joint_codes import JointCodes, price_of
 
 @dataclass(frozen=True)
 class Form:
-    """What helps: `joint` bases, values predicted from all heads of the `layer`, and from the `previous` layer."""
+    """A form: with `joint` bases, values predicted from all heads of the `layer`, and prediction from the `previous` layer."""
 
     name: str
     joint: bool = False
@@ -43,14 +42,14 @@ Made = Callable[[int, int, Tensor, Tensor], JointCodes]
 
 @dataclass(frozen=True)
 class Codes:
-    """Keys and values of all layers, by `form`: `streams` has the codes of keys and values, layer by layer."""
+    """The codes of all layers in one `form`: `streams` has those of keys and of values, by layer."""
 
     form: Form
     streams: tuple[tuple[JointCodes, JointCodes], ...]
 
     @classmethod
     def fitted(cls, form: Form, tokens: Tensor, weights: Tensor, price: float) -> "Codes":
-        """On `tokens [layers, 2, n, width]`, keys before RoPE and values, with errors' `weights [layers, 2, heads, D, D]`."""
+        """Fit codes to `tokens [layers, 2, n, width]`, keys before RoPE and values, with `weights [layers, 2, heads, D, D]`."""
         streams = list[JointCodes]()
 
         def made(layer: int, stream: int, x: Tensor, known: Tensor) -> JointCodes:
@@ -64,31 +63,33 @@ class Codes:
         return cls(form, tuple(zip(streams[::2], streams[1::2], strict=True)))
 
     def at(self, price: float) -> "Codes":
-        """With other widths."""
+        """Return the same codes with the widths for another price of a bit."""
         return replace(self, streams=tuple((keys.at(price), values.at(price)) for keys, values in self.streams))
 
     def price(self, bits: float) -> float:
-        """Of a bit, at which a value has at most so many."""
+        """Return the price of a bit at which the codes take at most `bits` per value."""
         return price_of([own for both in self.streams for own in both], bits * self.values)
 
     @property
     def values(self) -> int:
-        """Of a token."""
+        """Number of key and value elements of a token."""
         return sum(own.mean.numel() for both in self.streams for own in both)
 
     @property
     def bytes_per_token(self) -> int:
-        """Of all layers, whole."""
+        """Bytes of a token's codes in all layers, rounded up."""
         return -(-sum(own.bits for both in self.streams for own in both) // 8)
 
     def decoded(self, tokens: Tensor) -> Tensor:
-        """Of `tokens [layers, 2, n, width]`: what comes back."""
+        """Return the decoded `tokens [layers, 2, n, width]`."""
         return closed_loop(self.form, tokens, lambda layer, stream, *_: self.streams[layer][stream])
 
 
 def closed_loop(form: Form, tokens: Tensor, codes: Made) -> Tensor:
-    """What is decoded of `tokens [layers, 2, n, width]` by the codes that are made for each layer and stream of it, and of what
-    is decoded before it."""
+    """Return the decoded `tokens [layers, 2, n, width]`, layer by layer, each predicted from vectors decoded before.
+
+    `codes(layer, stream, x, known)` returns the code of one stream (0 keys, 1 values), given the vectors decoded before.
+    """
     found, before = [], tokens[0, 0, :, :0]
     for layer, (x, given) in enumerate(tokens):
         known = before if form.previous else before[:, :0]

@@ -1,14 +1,15 @@
-"""How far `klt` is from the least error that its bits allow, layer by layer, and from the loss that the fit makes expect.
+"""Compares the error of `klt` with the least possible one for its bits, layer by layer, and its loss with the fit's prediction.
 
     python benchmarks/klt_bound.py [--artifact artifacts/tiny-llama.klt.calib.safetensors] [--sequences 64] [--write]
 
-Distances are of the predicted error (the artifact's, weighted by sensitivity) to reverse water-filling over the same components
-(`calib/evaluate/rate_distortion.py`), with the words' patterns as stored, with a width for each component, and of Gaussian
-components with a width each. Losses: KL in nats a token over the last quarter of fresh generated sequences, as in the fit.
+Distances are those of the predicted error (the artifact's, weighted by sensitivity) from reverse water-filling over the same
+components (`calib/evaluate/rate_distortion.py`): with the words' widths as stored, with a free width for each component, and for
+Gaussian components with a free width each. Losses: KL in nats per token over the last quarter of new generated sequences, as in the
+fit.
 
     python benchmarks/klt_bound.py --codings artifacts/smollm2-135m.calib.safetensors ... [--write]
 
-Instead, of several artifacts: how far components alone, sizes, predictions and a trellis are from the bound of what each codes.
+Instead, for several artifacts: the distance of components alone, with sizes, predictions and a trellis from the bound of each.
 """
 
 import argparse
@@ -33,7 +34,7 @@ GAUSSIAN = torch.tensor([1, 0.3634, 0.1188, 0.03744, 0.01154, 0.00349, 0.00104, 
 
 
 def by_component(errors: Tensor, bits: float) -> float:
-    """The least error of `errors [n, 9]` with a width for each component, greedily."""
+    """Return the sum of `errors [n, 9]` with a free width for each component, chosen greedily at `bits` per component."""
     table, widths = errors.tolist(), [0] * len(errors)
     gains = [(row[1] - row[0], number) for number, row in enumerate(table)]
     heapq.heapify(gains)
@@ -47,7 +48,7 @@ def by_component(errors: Tensor, bits: float) -> float:
 
 
 def distances(artifact: Artifact, bits: float, rope: str) -> dict[str, object]:
-    """In dB, and bits per value that a code at the bound would not need."""
+    """Return the distances in dB, and by layer also the bits per value in excess of a code at the bound."""
     found, layers = allocator(artifact, Coding(rope)).at_bits(bits), {}
     errors = {role: artifact.tensor(Coding(rope).name(role, "errors")).double() for role in ROLES}
     for role in ROLES:
@@ -79,7 +80,7 @@ CODINGS = {
 
 
 def of_codings(artifact: Artifact, bits: float) -> dict[str, float]:
-    """In dB: each coding above the bound of the components that it codes, all together."""
+    """Return the distance of each coding in dB from the bound of the components that it codes, all together."""
     found = {}
     for name, coding in CODINGS.items():
         energies = torch.cat(
@@ -91,7 +92,7 @@ def of_codings(artifact: Artifact, bits: float) -> dict[str, float]:
 
 
 def main() -> None:
-    """Works it out, prints, and writes it where it is asked to."""
+    """Computes and prints; with --write saves the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="artifacts/tiny-llama")
     parser.add_argument("--artifact", default="artifacts/tiny-llama.klt.calib.safetensors")

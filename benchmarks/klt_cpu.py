@@ -1,12 +1,12 @@
-"""Speed of `klt` on the CPU beside `kivi` with codes of the same bits: encoding a prompt's keys and values, and decode steps.
+"""Times `klt` on the CPU against `kivi` at the same bits: encoding a prompt's keys and values, and decode steps.
 
     python benchmarks/klt_cpu.py [--model artifacts/tiny-llama wide] [--contexts 2048 8192] [--trellis] [--write]
 
-One process, two threads, turn by turn (`protocol.py`), with an A/A pair. Bases are random (`bases.py`). Encoding is of all
-layers' streams: ranges, codes and packing for kivi (keys by channel, values by token, groups of 32); keys unrotated,
-projection, codes and packing for klt. `after` is klt with components of keys after RoPE. With `--trellis` all are
-klt with sizes and predictions, with uniform or trellis-coded levels, and these also by plain torch, which serves where there is no
-C compiler; one thread, processor time.
+One process, two threads, turn by turn (`protocol.py`), with an A/A pair. Bases are random (`bases.py`). Encoding is that of all
+layers' streams: ranges, codes and packing for kivi (keys by channel, values by token, groups of 32); unrotating keys, projection,
+codes and packing for klt. `after` is klt with components of keys after RoPE. With `--trellis` it compares klt alone, with sizes and
+predictions, and with trellis-coded levels, the latter two also in plain torch, which is used without a C compiler; one thread,
+processor time.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from calib.runtime.stages.codec.encoded import encoded
 RESULT, TRELLIS_RESULT = "klt_cpu.json", "klt_trellis_cpu.json"
 BITS, TURNS, TOKENS = 2, 15, 4096
 
-Entries = Mapping[str, tuple[str, Mapping[str, object]]]  # methods and options by what a table calls them
+Entries = Mapping[str, tuple[str, Mapping[str, object]]]  # methods and options, by name in the tables
 
 ALONE = {"size": False}  # components alone
 ENTRIES: Entries = {
@@ -43,7 +43,7 @@ PAIRS = {
     "after / kivi": ("after", "kivi"),
 }
 PREDICTED = {"size": True, "predict": True, "trellis": False}
-PLAIN = " in plain torch"  # at an entry's end
+PLAIN = " in plain torch"  # suffix of an entry's name
 TRELLIS_ENTRIES: Entries = {
     "klt": ("klt", ALONE),
     "predicted": ("klt", PREDICTED),
@@ -63,7 +63,7 @@ TRELLIS_PAIRS = {
 
 
 def by(name: str, function: Callable[[], object]) -> Callable[[], object]:
-    """An entry's `function`; of one in plain torch, without compiled kernels."""
+    """Return an entry's `function`, wrapped to run without compiled kernels if the entry is in plain torch."""
 
     def plainly() -> None:
         os.environ[VARIABLE] = "reference"
@@ -76,7 +76,7 @@ def by(name: str, function: Callable[[], object]) -> Callable[[], object]:
 
 
 def encodings(model: PreTrainedModel, artifact: Artifact, entries: Entries) -> dict[str, Callable[[], object]]:
-    """A prompt's keys and values of every layer into packed words, in pieces as stores encode them."""
+    """Return functions that encode a prompt's keys and values of every layer into packed words, in pieces as stores do."""
     geometry, rotation = Geometry.of(model.config), Rotation.of(model, "")
     x = torch.randn(1, geometry.kv_heads, TOKENS, geometry.head_dim, generator=torch.Generator().manual_seed(1))
     cos, sin = rotation.along(0, TOKENS, x.device)
@@ -103,7 +103,7 @@ def encodings(model: PreTrainedModel, artifact: Artifact, entries: Entries) -> d
 def steps(
     model: PreTrainedModel, artifact: Artifact, context: int, entries: Entries
 ) -> dict[str, Callable[[], object]]:
-    """One decode step of caches that hold `context` tokens."""
+    """Return functions that run one decode step with caches that hold `context` tokens."""
     prompt = torch.randint(3, model.config.vocab_size, (1, context), generator=torch.Generator().manual_seed(0))
     token, found = prompt[:, :1], {}
     for name, (method, options) in entries.items():
@@ -116,7 +116,7 @@ def steps(
 
 @torch.no_grad()
 def main() -> None:
-    """Measures, prints, and writes the run where it is asked to."""
+    """Measures and prints; with --write saves the run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", nargs="+", default=["artifacts/tiny-llama", "wide"])
     parser.add_argument("--contexts", type=int, nargs="*", default=[2048, 8192])

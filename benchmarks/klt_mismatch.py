@@ -1,14 +1,14 @@
-"""What `klt` loses where it is used on another kind of text than it was calibrated on: an artifact for each corpus, and each
-artifact on each text. Writes benchmarks/results/klt_mismatch.json and a table of docs/results/klt.
+"""Measures the loss of `klt` on other kinds of text than it was calibrated on: fits an artifact on each corpus, and evaluates each
+on each text. Writes benchmarks/results/klt_mismatch.json and a table of docs/results/klt.
 
     python benchmarks/klt_mismatch.py --text wikitext=wiki.valid.raw:wiki.test.raw --text stories=a.txt:b.txt --write
 
-`--rows coding` has components alone beside sizes, predictions and trellis-coded levels, in place of keys before and after RoPE,
-in klt_mismatch_coding.json. A text is NAME=FITTED_ON:MEASURED_ON. `generated`, which needs no file, is half retrieval documents
-and half samples of the model; every artifact is measured on text sampled from the model and on retrieval as well. `--tokens` has
-sizes of it, with sensitivities of all sequences; `--lengths` shorter sequences of as many tokens, once all from position 0 and
-once begun anywhere below the positions that are measured; `--positions` more positions than those, for `generated` and the first
-text.
+`--rows coding` compares components alone, sizes, predictions and trellis-coded levels, instead of keys before and after RoPE, and
+writes klt_mismatch_coding.json. A text is NAME=FITTED_ON:MEASURED_ON. The corpus `generated`, which needs no file, is half
+retrieval documents and half samples of the model; every artifact is also measured on text sampled from the model and on retrieval.
+`--tokens` adds `generated` in other sizes, with sensitivities on all sequences; `--lengths` adds it in shorter sequences with as
+many tokens, once all from position 0, and once from different positions below 512; `--positions` adds fits with positions below
+other limits, for `generated` and the first text.
 """
 
 import argparse
@@ -26,7 +26,7 @@ TABLES = HERE.parent / "docs" / "results" / "klt"
 FOLDER = Path("runs/klt_mismatch")
 LENGTH, SEQUENCES = 512, 48  # of configs/tiny.yaml
 PLAIN, PREDICTED = {"size": False, "predict": False}, {"size": True, "predict": True, "trellis": False}
-ROWS: dict[str, dict[str, dict[str, Any]]] = {  # by what is compared, and by name
+ROWS: dict[str, dict[str, dict[str, Any]]] = {  # options of klt, by comparison and row
     "rope": {
         f"{bits} {rope}": {"bits": bits, "rope": rope, **PLAIN} for rope in ("before", "after") for bits in (2, 1)
     },
@@ -49,8 +49,11 @@ TITLES = {
 
 
 def corpora(asked: argparse.Namespace, texts: dict[str, tuple[str, str]]) -> dict[str, list[str]]:
-    """By name, what a fit is told about its corpus: 48 sequences of each kind, of every text with samples of the
-    model too, and `generated` at other sizes and positions."""
+    """Return by name the options of each fit's corpus.
+
+    48 sequences of each text, each text also with a quarter of samples of the model, all texts together, and `generated` with other
+    sizes, lengths and positions.
+    """
     found = {"generated": [], **{name: ["--data.text", fitted] for name, (fitted, _) in texts.items()}}
     found |= {
         f"{name}, a quarter sampled": ["--data.text", fitted, "--data.sampled", "0.25"]
@@ -73,12 +76,12 @@ def corpora(asked: argparse.Namespace, texts: dict[str, tuple[str, str]]) -> dic
 
 
 def sized(sequences: int) -> list[str]:
-    """So many sequences, all of them in all statistics."""
+    """Return the options for so many sequences, all of them also used for sensitivity."""
     return ["--data.sequences", str(sequences), "--model.sensitivity_sequences", str(sequences)]
 
 
 def fitted(name: str, options: list[str]) -> Path:
-    """The artifact of a corpus; no dictionaries, which `klt` does not read."""
+    """Return the artifact of a corpus, fitted if it does not exist, without dictionaries, which `klt` does not read."""
     output = FOLDER / f"{''.join(c if c.isalnum() else '-' for c in name)}.calib.safetensors"
     if not output.exists():
         own = ["--output", str(output), "--model.dictionary.atoms", "0", "--trainer.logger", "false"]
@@ -87,7 +90,7 @@ def fitted(name: str, options: list[str]) -> Path:
 
 
 def measured(artifact: Path, compared: str, texts: dict[str, tuple[str, str]]) -> dict[str, dict[str, float]]:
-    """KL in nats a token by row and text, and exact answers on 60 lines."""
+    """Return KL in nats per token by row and text, and the share of exact answers on 60 lines."""
     rows = [
         {"name": name, "method": "klt", **options, "window": 0, "artifact": True}
         for name, options in ROWS[compared].items()
@@ -112,7 +115,7 @@ def measured(artifact: Path, compared: str, texts: dict[str, tuple[str, str]]) -
 
 
 def table(compared: str, found: dict[str, dict[str, dict[str, float]]]) -> str:
-    """A row for each corpus and each of the rows that are compared."""
+    """Return a table with a line for each corpus and row compared."""
     columns = list(next(iter(found["generated"].values())))
     lines = [
         f"| calibrated on | bits, {'RoPE' if compared == 'rope' else 'components'} | " + " | ".join(columns) + " |",
@@ -126,13 +129,13 @@ def table(compared: str, found: dict[str, dict[str, dict[str, float]]]) -> str:
 
 
 def page(compared: str, found: dict[str, dict[str, dict[str, float]]]) -> str:
-    """The table under its title, as docs/results/klt has it."""
+    """Return the page of docs/results/klt: the table under its title."""
     told = "KL in nats a token, and the share of exact answers on 60 lines; by `benchmarks/klt_mismatch.py`."
     return f"# {TITLES[compared]}\n\n{told}\n\n{table(compared, found)}"
 
 
 def main() -> None:
-    """Fits, measures, prints, and writes where it is asked to."""
+    """Fits, measures and prints; with --write saves run and page."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--text", action="append", default=[], metavar="NAME=FITTED_ON:MEASURED_ON")
     parser.add_argument("--rows", choices=ROWS, default="rope", help="what is compared")

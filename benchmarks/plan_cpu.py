@@ -1,12 +1,12 @@
-"""What `calib fit --plan` tells, beside the fit itself: bytes of files and caches, the most memory, seconds of every stage.
+"""Compares `calib fit --plan` with the fit itself: bytes of files and caches, peak memory, seconds of every stage.
 
     python benchmarks/plan_cpu.py [--write]
 
-Two fits on the CPU, each in a process of its own between two plans: the embedded model as `make fit` does it, and `wide`, two
-layers of random weights with 32 query and 8 KV heads of 128 channels. A stage's seconds are those between its checkpoint and
-the one before; loading the model and making the corpus are in neither. Memory is the most of the process from its first
-stage on, without what it held then but the weights. Caches: every method at its defaults with the fitted artifact, behind a
-prompt of 550 tokens in each of 2 rows. Times are of this machine as it is: with others at work, plans and fit differ.
+Two fits on the CPU, each in a separate process and with a plan before and after it: the embedded model as in `make fit`, and
+`wide`, two layers of random weights with 32 query and 8 KV heads of 128 channels. A stage's seconds are those between its
+checkpoint and the one before; loading the model and making the corpus are not included. Memory is the process's peak from its first
+stage on, minus what it held before that stage besides the weights. Caches: every method at its defaults with the fitted artifact,
+after a prompt of 550 tokens in each of 2 rows. If other programs run meanwhile, the times of plans and fit differ.
 """
 
 import argparse
@@ -36,7 +36,7 @@ PAGE = Path(__file__).parents[1] / "docs/plan.md"
 EMBEDDED = Path(__file__).parents[1] / "artifacts/tiny-llama"
 ROWS, CONTEXT = 2, 550
 THREADS = 2
-PASSIVE = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}  # as `calib.cli` has it
+PASSIVE = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}  # as `calib.cli` sets it
 OUTPUT = "fitted.calib.safetensors"
 RUN = Path("runs/fitted")
 STAGES = ("statistics", "sensitivity", "clip", "evaluate", "dictionaries", "losses")
@@ -48,7 +48,7 @@ WIDE = [
 
 
 def words_of(name: str, folder: Path) -> list[str]:
-    """The options of a fit; what `wide` needs is made in `folder`."""
+    """Return the options of a fit; the model and text of `wide` are written into `folder`."""
     shared = [f"--output={OUTPUT}", "--trainer.enable_progress_bar=false", "--trainer.logger=false"]
     if name == "embedded":
         return ["--config=tiny.yaml", f"--model.path={EMBEDDED}", *shared]
@@ -63,18 +63,18 @@ def words_of(name: str, folder: Path) -> list[str]:
 
 
 def planned(words: list[str]) -> dict[str, Any]:
-    """The plan, from a process of its own."""
+    """Return the plan, made in a separate process."""
     child("fit", *words, "--plan", "--plan_json=plan.json", f"--plan_batch={ROWS}", f"--plan_context={CONTEXT}")
     return json.loads(Path("plan.json").read_text())
 
 
 def child(*words: str) -> None:
-    """A process of this file that runs a command of `calib`; torch is there before the command could set how threads wait."""
+    """Runs a command of `calib` in a process of this file, with OMP_WAIT_POLICY set, as torch is imported before `calib.cli`."""
     subprocess.run([sys.executable, __file__, "--child", *words], check=True, stdout=subprocess.DEVNULL, env=PASSIVE)
 
 
 def run_child(words: list[str]) -> None:
-    """In the process of its own: the command, and the most that it held from its first stage on, the weights among it."""
+    """Runs the command in this process, and writes its peak memory from the first stage on, weights included, to grown.json."""
     torch.set_num_threads(THREADS)
     peak, stages = Peak(torch.device("cpu")), command.run_stages
     before = 0
@@ -94,7 +94,7 @@ def run_child(words: list[str]) -> None:
 
 
 def measured_caches(model: Path) -> dict[str, dict[str, int]]:
-    """Bytes of every method's cache, by walking its tensors."""
+    """Return the bytes of every method's cache, summed over its tensors."""
     lm, artifact, found = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), Artifact.load(OUTPUT), {}
     prompt = torch.randint(3, 2000, (ROWS, CONTEXT), generator=torch.Generator().manual_seed(0))
     for name in METHODS:
@@ -106,7 +106,7 @@ def measured_caches(model: Path) -> dict[str, dict[str, int]]:
 
 
 def measure(name: str) -> dict[str, Any]:
-    """Planned and measured, side by side."""
+    """Return planned and measured figures of a fit."""
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
         words = words_of(name, Path(folder))
@@ -138,7 +138,7 @@ def measure(name: str) -> dict[str, Any]:
 
 
 def stages_of(plan: dict[str, Any]) -> dict[str, float]:
-    """Planned seconds by the checkpoint that ends them; a checkpoint's own among them."""
+    """Return the planned seconds by stage, with the time of writing its checkpoints included."""
     stages, saves = dict(plan["seconds"]["stages"]), {one["stage"]: one["checkpoints"] for one in plan["passes"]}
     writing, grouping = stages.pop("checkpoints"), stages.pop("layer groups")
     for one, count in saves.items():
@@ -148,13 +148,13 @@ def stages_of(plan: dict[str, Any]) -> dict[str, float]:
 
 
 def pair(told: float | list[float], found: float) -> dict[str, Any]:
-    """Planned (before the fit, and after it where it is a time), measured, and the quotient of planned and measured."""
+    """Return planned figures (for times before and after the fit), the measured one, and planned over measured."""
     many = told if isinstance(told, list) else [told]
     return {"planned": [round(x, 2) for x in many], "measured": found, "ratio": [round(x / found, 3) for x in many]}
 
 
 def table(run: dict[str, Any]) -> list[str]:
-    """The run as a table of a document: what was planned as a share of what was measured."""
+    """Return the run as a Markdown table, with planned over measured figures."""
     rows = ["| | planned | measured | planned / measured |", "|---|---|---|---|"]
     for name, found in run.items():
         for kind in ("artifact_bytes", "checkpoint_bytes", "host_bytes"):
@@ -168,13 +168,13 @@ def table(run: dict[str, Any]) -> list[str]:
 
 
 def line(name: str, one: dict[str, Any], form: str) -> str:
-    """A row of it; of times both plans, before the fit and after it."""
+    """Return a row of the table; for times with both plans."""
     told = " and ".join(f"{x:{form}}" for x in one["planned"])
     return f"| {name} | {told} | {one['measured']:{form}} | {' and '.join(f'{x:.2f}' for x in one['ratio'])} |"
 
 
 def example() -> list[str]:
-    """What the command prints for the embedded model."""
+    """Return the lines that `calib fit --plan` prints for the embedded model, as a code block."""
     command_line = "from calib.cli import main; main(['fit', '--config=tiny.yaml', '--plan'])"
     run = f"import torch; torch.set_num_threads({THREADS}); {command_line}"
     words = [sys.executable, "-c", run]
@@ -185,7 +185,7 @@ def example() -> list[str]:
 
 
 def rewrite(page: Path, mark: str, rows: list[str]) -> None:
-    """Puts `rows` between the marks of that name in the document."""
+    """Replaces the text between the marks of that name in the document by `rows`."""
     before, begin, rest = page.read_text().partition(f"<!-- {mark} -->")
     _, end, after = rest.partition(f"<!-- end of {mark} -->")
     page.write_text("".join([before, begin, "\n".join(["", *rows, ""]), end, after]))

@@ -1,13 +1,13 @@
-"""What a method adds to a prefill on the CPU: seconds, and the extra memory of scoring.
+"""Measures what a method adds to a prefill on the CPU: seconds, and the additional memory of scoring.
 
     python benchmarks/prefill_cpu.py [--model wide] [--tokens 4096] [--write]
 
-Seconds: one process, two threads; the same random prompt with each cache in turn, in another order each turn, the ratio
-to transformers' DynamicCache taken turn by turn: median and quartiles, beside an A/A pair. "scored by all rows" is
-ZipCache with every query as a probe, and H2O, whose importance is the sum over every query.
+Seconds: one process, two threads; the same random prompt with each cache in every turn, in another order each turn; medians and
+quartiles of the ratios to transformers' DynamicCache within turns, beside an A/A pair. "scored by all rows": every query row is a
+probe, as in H2O, whose importance is the sum over all queries.
 
-Memory: the most bytes that scoring holds at once beside its inputs, in `kernels/probe_saliency` for one layer of a model
-with 8 KV heads of 128 and 32 query heads; T x T would be 32 x 4 x T^2 bytes.
+Memory: the peak bytes of scoring beside its inputs, in `kernels/probe_saliency` for one layer of a model with 8 KV heads of 128 and
+32 query heads; the whole T x T matrix would take 32 x 4 x T^2 bytes.
 """
 
 import argparse
@@ -42,7 +42,7 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @torch.no_grad()
 def prefill(model: PreTrainedModel, ids: Tensor, method: str | None) -> float:
-    """Seconds of one prompt."""
+    """Return the seconds of one prompt with a new cache of `method`; None: DynamicCache."""
     if method is None:
         cache = DynamicCache(config=model.config)
         start = time.perf_counter()
@@ -56,7 +56,7 @@ def prefill(model: PreTrainedModel, ids: Tensor, method: str | None) -> float:
 
 
 def measure(model: PreTrainedModel, tokens: int, turns: int) -> dict[str, object]:
-    """Ratios of every method to DynamicCache."""
+    """Return the ratios of every method's time to DynamicCache's."""
     ids = torch.randint(3, model.config.vocab_size, (1, tokens), generator=torch.Generator().manual_seed(0))
     names: list[str | None] = [None, None, *METHODS]
     ratios: dict[str, list[float]] = {"dynamic again": [], **{name: [] for name in METHODS}}
@@ -79,7 +79,7 @@ def measure(model: PreTrainedModel, tokens: int, turns: int) -> dict[str, object
 
 
 class Peak(TorchDispatchMode):
-    """The most bytes of new storage alive at once inside `with`."""
+    """Mode that records the peak bytes of new storage alive at once inside `with`, as `most`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ class Peak(TorchDispatchMode):
 
 
 def scoring_memory(tokens: int, share: float, dtype: torch.dtype) -> dict[str, object]:
-    """Bytes at the peak of scoring `share` of a prompt's rows."""
+    """Return the peak bytes of scoring with the last `share` of a prompt's rows."""
     draw = torch.Generator().manual_seed(0)
     query, keys = (torch.randn(1, heads, tokens, 128, generator=draw).to(dtype) for heads in (32, 8))
     probes = torch.arange(tokens - int(share * tokens), tokens)

@@ -1,4 +1,4 @@
-"""What every benchmark here does the same way: models by name, turns, quartiles, and the header of a run's file."""
+"""Shared parts of the benchmarks: models by name, interleaved timing, quartiles, and the header of a run's file."""
 
 import json
 import platform
@@ -16,7 +16,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def load(name: str) -> PreTrainedModel:
-    """The embedded model, another folder, or `wide`: random weights with the KV shape of an 8B model, 2 layers."""
+    """Return the model in a folder, or `wide`: random weights with the KV shape of an 8B model, 2 layers; float32."""
     if name != "wide":
         return AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).eval()
     torch.manual_seed(0)
@@ -26,13 +26,13 @@ def load(name: str) -> PreTrainedModel:
 
 
 def quartiles(values: list[float]) -> list[float]:
-    """Lower quartile, median, upper quartile."""
+    """Return lower quartile, median and upper quartile."""
     return [round(value, 3) for value in statistics.quantiles(values, n=4)]
 
 
 Steps = Mapping[str, Callable[[], object]]
 
-PAUSE = 0.1  # seconds before a step: threads of numpy and of torch go on spinning for a while, at each other's cost
+PAUSE = 0.1  # seconds before a step: idle threads of numpy and torch spin for a while and slow each other down
 
 
 def turn_by_turn(
@@ -42,17 +42,18 @@ def turn_by_turn(
     warm: int = 2,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, dict[str, list[float]]]:
-    """Milliseconds of every step of `steps(turn)`, in another order each turn, and `ratios` (above, below) turn by turn.
+    """Time every step of `steps(turn)` in every turn, in another order each turn.
 
-    All in one process, so that what slows the machine down slows both sides of a ratio; the first `warm` turns are not kept.
-    `clock`: `time.process_time` counts processor time, on a machine that others use as well.
+    Returns quartiles of the milliseconds of every step, and of `ratios` (numerator, denominator) within turns. All steps run in one
+    process, so that other load slows both sides of a ratio. The first `warm` turns are not kept. `clock`: `time.process_time`
+    counts processor time, for a machine that runs other programs too.
     """
     shuffled, seconds = random.Random(0), dict[str, list[float]]()
     for turn in range(turns + warm):
         timed = steps(turn)
         for name in shuffled.sample(list(timed), len(timed)):
             time.sleep(PAUSE)
-            torch.ones(2**17).add_(1)  # torch's own threads sleep by now; waking them takes as long as a small step
+            torch.ones(2**17).add_(1)  # wakes torch's threads, which sleep by now; waking takes as long as a small step
             start = clock()
             timed[name]()
             seconds.setdefault(name, []).append(clock() - start)
@@ -72,7 +73,7 @@ def show(run: Mapping[str, object], title: str = "") -> None:
 
 
 def keep(name: str, content: dict[str, object]) -> None:
-    """Writes a run to `results/NAME`, with the versions and the processor's vector instructions that it ran on."""
+    """Writes a run to `results/NAME`, with the versions, the threads and the processor's vector instructions."""
     versions = {
         "torch": torch.__version__,
         "transformers": transformers.__version__,

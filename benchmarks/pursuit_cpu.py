@@ -1,12 +1,13 @@
-"""Matching pursuit of a batch on the CPU: against a loop over vectors, scikit-learn, and its two forms against each other.
+"""Times batched matching pursuit on the CPU against a loop over vectors and scikit-learn, and its two forms against each other.
 
     python benchmarks/pursuit_cpu.py [--vectors 2048] [--atoms 4096] [--threads 2] [--write]
 
-One process, float32, normal data, fresh vectors for every turn; every step in turn, in another order each turn;
-median and quartiles of the ratios taken turn by turn, beside an A/A pair. Before anything is timed the answers are compared.
-scikit-learn gets its inputs in the layout it wants, and its default settings.
-Then what the pages of a Gram matrix take; and mean |x - x^|^2 / |x|^2 of both pursuits: on normal data, on clusters, and on the
-embedded model's own keys (before RoPE) and values, whose dictionary are the centroids of other vectors of the layer.
+One process, float32, normal data, new vectors in every turn. All steps are timed in every turn, in another order each turn; results
+are medians and quartiles of the ratios within turns, beside an A/A pair. Before anything is timed the results are compared.
+scikit-learn gets its inputs in the layout it needs, with its default settings.
+Then the time of a Gram matrix in ordinary and in large memory pages; and mean |x - x^|^2 / |x|^2 of both pursuits: on normal data,
+on clusters, and on the embedded model's own keys (before RoPE) and values, with centroids of other vectors of the layer as
+dictionary.
 """
 
 import argparse
@@ -36,7 +37,7 @@ from calib.neural_dict.centroids import centroids
 RESULT = "pursuit_cpu.json"
 MODEL = "artifacts/tiny-llama"
 WIDTH, SPARSITY = 128, 8
-CLOSE = 1e-3  # of two mean relative errors: a near tie may be decided either way
+CLOSE = 1e-3  # largest relative difference of mean errors, which near ties may cause
 
 BATCHED, ORTHOGONAL = "matching pursuit", "orthogonal matching pursuit"
 PEER = "scikit-learn"
@@ -55,7 +56,7 @@ PAGES = {"as it comes / large": ("as it comes", "large")}
 
 
 def loop_torch(x: Tensor, atoms: Tensor) -> tuple[Tensor, Tensor]:
-    """A vector at a time: one product with the dictionary and one argmax a step."""
+    """Run matching pursuit one vector at a time: one product with the dictionary and one argmax per step."""
     index, coefficient = torch.empty(len(x), SPARSITY, dtype=torch.int64), torch.empty(len(x), SPARSITY)
     for row, vector in enumerate(x):
         residual = vector.clone()
@@ -68,7 +69,7 @@ def loop_torch(x: Tensor, atoms: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def loop_numpy(x: np.ndarray, atoms: np.ndarray, gram: bool = False) -> tuple[Tensor, Tensor]:
-    """The same in numpy; or correlations kept up to date with rows of the Gram matrix."""
+    """Run the same in numpy; with `gram`, correlations are updated with rows of the Gram matrix."""
     index, coefficient = np.empty((len(x), SPARSITY), np.int64), np.empty((len(x), SPARSITY), np.float32)
     matrix = atoms @ atoms.T if gram else None
     for row, vector in enumerate(x):
@@ -85,7 +86,7 @@ def loop_numpy(x: np.ndarray, atoms: np.ndarray, gram: bool = False) -> tuple[Te
 
 
 def steps(x: Tensor, atoms: Tensor) -> dict[str, Callable[[], object]]:
-    """What is timed, on the vectors `x`."""
+    """Return the timed steps, on the vectors `x`."""
     array, table = x.numpy(), atoms.numpy()
     columns, targets = np.asfortranarray(table.T), np.asfortranarray(array.T)
     return {
@@ -102,12 +103,12 @@ def steps(x: Tensor, atoms: Tensor) -> dict[str, Callable[[], object]]:
 
 
 def mean_error(x: Tensor, restored: Tensor) -> float:
-    """Mean of |x - x^|^2 / |x|^2."""
+    """Return the mean of |x - x^|^2 / |x|^2."""
     return float(((x - restored).square().sum(-1) / x.square().sum(-1)).mean())
 
 
 def compare(x: Tensor, atoms: Tensor) -> dict[str, float]:
-    """The error of every step's answer; those that do the same must err the same."""
+    """Return the error of every step's result; exits if steps of the same pursuit have different errors."""
     errors = {}
     for name, step in steps(x, atoms).items():
         answer = step()
@@ -125,7 +126,7 @@ def compare(x: Tensor, atoms: Tensor) -> dict[str, float]:
 
 
 def measure(vectors: int, count: int, turns: int) -> dict[str, object]:
-    """Milliseconds of every step, and the ratios."""
+    """Return the milliseconds of every step, and the ratios."""
     draw = torch.Generator().manual_seed(0)
     atoms = normalize(torch.randn(count, WIDTH, generator=draw), dim=-1)
     errors = compare(torch.randn(min(vectors, 256), WIDTH, generator=draw), atoms)
@@ -134,7 +135,7 @@ def measure(vectors: int, count: int, turns: int) -> dict[str, object]:
 
 
 def pages(turns: int) -> list[dict[str, object]]:
-    """A Gram matrix written to fresh memory as it comes, and to that of `empty_large`: milliseconds and their ratio."""
+    """Time a Gram matrix written to new memory of torch, and to that of `empty_large`; return milliseconds and their ratio."""
     rows: list[dict[str, object]] = []
     for count in (2048, 4096, 8192):
         atoms = normalize(torch.randn(count, WIDTH), dim=-1)
@@ -147,7 +148,7 @@ def pages(turns: int) -> list[dict[str, object]]:
 
 
 def forms(vectors: int, turns: int) -> list[dict[str, object]]:
-    """Both forms by the number of atoms and the width, turn by turn, and which one the rule takes."""
+    """Time both forms for several numbers of atoms and widths; return also which one `gram_is_cheaper` chooses."""
     rows: list[dict[str, object]] = []
     for width in (64, 128):
         for count in (512, 1024, 2048, 4096, 8192):
@@ -166,7 +167,7 @@ def forms(vectors: int, turns: int) -> list[dict[str, object]]:
 
 
 def made_up() -> dict[str, tuple[Tensor, Tensor]]:
-    """Vectors and atoms: normal ones, and of 64 clusters."""
+    """Return vectors and atoms: normal ones, and ones in 64 clusters."""
     draw = torch.Generator().manual_seed(1)
     centres = 2 * torch.randn(64, 64, generator=draw)
     clusters = centres.repeat(40, 1) + torch.randn(2560, 64, generator=draw)
@@ -175,7 +176,7 @@ def made_up() -> dict[str, tuple[Tensor, Tensor]]:
 
 
 def of_the_model() -> dict[str, tuple[Tensor, Tensor]]:
-    """Each layer's keys before RoPE and halves of values, of text that it sampled; 256 centroids a head from other text."""
+    """Return each layer's keys before RoPE and halves of values for sampled text, with 256 centroids per head of other vectors."""
     model = load(MODEL)
     config = model.config
     found: dict[str, list[Tensor]] = {}
@@ -199,7 +200,7 @@ def of_the_model() -> dict[str, tuple[Tensor, Tensor]]:
 
 
 def errors() -> list[dict[str, object]]:
-    """Mean relative squared error of both pursuits at 4, 8 and 16 pairs."""
+    """Return the mean relative squared errors of both pursuits at 4, 8 and 16 pairs."""
     rows = []
     for name, (x, atoms) in {**made_up(), **of_the_model()}.items():
         for sparsity in (4, 8, 16):

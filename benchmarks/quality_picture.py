@@ -1,4 +1,4 @@
-"""Draws the pictures of quality: KL from the exact cache against marginal bits per token.
+"""Draws the pictures of quality: KL from the exact cache against marginal bits.
 
     python benchmarks/quality_picture.py
 
@@ -17,14 +17,14 @@ HERE = Path(__file__).parent
 
 @dataclass(frozen=True)
 class Picture:
-    """What a picture shows of which run.
+    """A picture of a run.
 
     Attributes:
-        run: the name of its run, below `benchmarks/results`.
-        name: the picture's, below `docs/images`.
+        run: name of the run's file in `benchmarks/results`, without suffix.
+        name: name of the picture in `docs/images`, without suffix.
         column: the run's column whose KL is drawn.
         curves: names of the run's rows, in the order of their bits, by the name of their curve.
-        points: how rows of the run are called in the picture.
+        points: labels in the picture, by names of rows drawn as single points.
         kl: the least and the largest KL inside the frame.
     """
 
@@ -37,11 +37,11 @@ class Picture:
 
     @property
     def path(self) -> Path:
-        """Where it lies."""
+        """The picture's file."""
         return HERE.parent / f"docs/images/{self.name}.svg"
 
     def measured(self) -> dict[str, tuple[float | None, float]]:
-        """Marginal bits, where they are known, and KL of every method of the run."""
+        """Return marginal bits (None if unknown) and KL of every method of the run."""
         cells = json.loads((HERE / f"results/{self.run}.json").read_text())["cells"]
         return {
             cell["name"]: (cell["sizes"]["marginal_bits"], cell["figures"]["kl"])
@@ -100,18 +100,18 @@ MOST_BITS = 5.5
 
 
 def x_of(bits: float) -> float:
-    """Across, linear."""
+    """Return the x coordinate of `bits`, linear."""
     return LEFT + bits / MOST_BITS * (RIGHT - LEFT)
 
 
 def y_of(kl: float, ends: tuple[float, float]) -> float:
-    """Up, logarithmic."""
+    """Return the y coordinate of `kl`, logarithmic between `ends`."""
     low, high = map(math.log, ends)
     return BOTTOM - (math.log(kl) - low) / (high - low) * (BOTTOM - TOP)
 
 
 def lines(picture: Picture) -> Iterator[str]:
-    """The picture."""
+    """Yields the lines of the picture as SVG."""
     found = {
         name: (x_of(bits), y_of(kl, picture.kl))
         for name, (bits, kl) in picture.measured().items()

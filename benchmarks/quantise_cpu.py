@@ -1,15 +1,14 @@
-"""Quantising and packing keys and values on the CPU: ours against quanto and hqq, each as QuantizedCache calls it.
+"""Times quantising and packing keys and values on the CPU: our codecs against quanto and hqq, called as QuantizedCache does.
 
     python benchmarks/quantise_cpu.py [--tokens 2048] [--turns 15] [--threads 2] [--write]
 
-One process, float32, one layer's keys and values `[1, 8, tokens, 128]`. Ours are the codecs of `kivi` (keys in groups of 32
-tokens of a channel, values in groups of 32 channels of a token) and, to compare the same group, values' for both; from float
-tokens to packed words and 16-bit parameters, in pieces as a store has it done. quanto: its MaxOptimizer and
-`quantize_weight`, and hqq: its `Quantizer.quantize`, with transformers' arguments and groups of 32. `clone` copies the same
-tokens: what memory alone costs. Data: normal with outlier channels and tokens, fresh in every turn. Before anything is timed
-every side decodes what it encoded, and its error is kept beside its speed. Every step in turn, in another order each turn;
-median and quartiles of the ratios taken turn by turn, beside an A/A pair. hqq optimises for a second or more, so that it has
-a third of the turns, apart from the others.
+One process, float32, one layer's keys and values `[1, 8, tokens, 128]`. Ours are the codecs of `kivi` (keys in groups of 32 tokens
+of a channel, values in groups of 32 channels of a token) and, to compare equal groups, the values' codec for both; from float tokens
+to packed words and 16-bit parameters, in pieces as in a store. quanto runs its MaxOptimizer and `quantize_weight`, hqq its
+`Quantizer.quantize`, with transformers' arguments and groups of 32. `clone` copies the same tokens: the cost of memory alone. Data:
+normal with outlier channels and tokens, new in every turn. Every side also decodes what it encoded, and its error is recorded beside
+its time. All steps are timed in every turn, in another order each turn; results are medians and quartiles of the ratios within
+turns, beside an A/A pair. hqq optimises for a second or more, so it has a third of the turns, separate from the others.
 """
 
 import argparse
@@ -27,8 +26,8 @@ from calib.runtime.stages.transform import Identity
 
 RESULT = "quantise_cpu.json"
 HEADS, CHANNELS, GROUP = 8, 128, 32
-BLOCK = 128  # tokens that decode steps leave to be encoded together; more are a prompt
-WORST = 2.0  # of one side's error to another's: beyond that they do not do the same
+BLOCK = 128  # tokens of a block, which decode steps encode together; more tokens count as a prompt
+WORST = 2.0  # largest ratio of two sides' errors; beyond it they do not solve the same task
 
 # Pairs of steps: the first is divided by the second.
 RATIOS = {
@@ -43,7 +42,7 @@ Pair = tuple[Tensor, Tensor]
 
 
 def tokens(count: int, seed: int) -> Pair:
-    """Keys and values `[1, HEADS, count, CHANNELS]`."""
+    """Return random keys and values `[1, HEADS, count, CHANNELS]`."""
     draw = torch.Generator().manual_seed(seed)
     keys, values = (torch.randn(1, HEADS, count, CHANNELS, generator=draw) for _ in range(2))
     keys[..., 3::40] *= 8
@@ -52,11 +51,11 @@ def tokens(count: int, seed: int) -> Pair:
 
 
 def encoders(bits: int) -> dict[str, tuple[Callable[[Tensor], object], ...]]:
-    """For each side what encodes keys and values."""
+    """Return for each side the functions that encode keys and values."""
 
     def ours(group: tuple[int, int]) -> Callable[[Tensor], object]:
         codec = UniformQuant(bits, group)
-        # Whether parameters need 32 bits is asked of a prompt; blocks behind it do as it does.
+        # Whether parameters need 32 bits is determined for a prompt only; later blocks use the prompt's result.
         return lambda x: encoded(Identity(), codec, x, x.shape[2] > BLOCK and codec.wide(x))
 
     by_channel, by_token = ours((GROUP, 1)), ours((1, GROUP))
@@ -80,7 +79,7 @@ def encoders(bits: int) -> dict[str, tuple[Callable[[Tensor], object], ...]]:
 
 
 def errors(bits: int, pair: Pair) -> dict[str, list[float]]:
-    """Relative error of keys and of values after decoding."""
+    """Return each side's relative errors of keys and values after decoding; exits if those of values differ too much."""
     found = {}
     for name, encode in encoders(bits).items():
         restored = []
@@ -95,7 +94,7 @@ def errors(bits: int, pair: Pair) -> dict[str, list[float]]:
                 restored.append(held.dequantize() if name == "quanto" else held)  # type: ignore[attr-defined]
         found[name] = [float((x - y).norm() / x.norm()) for x, y in zip(pair, restored, strict=True)]
     for name in ("quanto", "hqq", "kivi"):
-        # Values are grouped alike, or nearly: a much smaller error would be of an easier task, a much larger one of no use.
+        # Groups of values are (nearly) the same: a much smaller error means an easier task, a much larger one a wrong use.
         if not 1 / WORST < found[name][1] / found["by token"][1] < WORST:
             raise SystemExit(f"{name} errs by {found[name][1]:.4f} on values, ours by {found['by token'][1]:.4f}")
     return found
@@ -103,7 +102,7 @@ def errors(bits: int, pair: Pair) -> dict[str, list[float]]:
 
 @torch.no_grad()
 def measure(count: int, bits: int, turns: int) -> dict[str, object]:
-    """Milliseconds of every step, and the ratios."""
+    """Return the relative errors, the milliseconds of every step, and the ratios."""
 
     def run(turns: int, ratios: dict[str, tuple[str, str]]) -> dict[str, dict[str, list[float]]]:
         names = {name for pair in ratios.values() for name in pair}

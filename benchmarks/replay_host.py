@@ -1,12 +1,12 @@
-"""What is left for the host in a decode step of 32 layers that is replayed from a graph, and in one that is not: microseconds; and
-how many steps are replayed. Writes benchmarks/results/replay_host.json.
+"""Times the host's work in a decode step of 32 layers, replayed from a graph and without graphs, in microseconds, and counts how
+many steps are replayed. Writes benchmarks/results/replay_host.json.
 
     PYTHONPATH=. TRITON_INTERPRET=1 python benchmarks/replay_host.py [--write] [--eager klt]
 
-A graph's launch is replaced by nothing, so that no device and no model's products are in it; a step is lengths, slots and page
-numbers worked out, copied to where the graph reads them, and the answer's copy. Of a step without a graph launches are counted
-instead (`eager_host.py`). Rows hold equally much, or all differ. On a machine that others use as well, each figure is the least
-of several runs.
+A graph's launch is replaced by nothing, so no device and no matrix products of the model are included: a step computes lengths,
+slots and page numbers, copies them to the graph's inputs, and copies the result. In a step without a graph launches are only counted
+(`eager_host.py`). Rows are of equal length, or all of different lengths. Each figure is the least of several runs, because other
+programs may run on the machine.
 """
 
 import argparse
@@ -26,8 +26,8 @@ from calib.runtime import compress
 from calib.runtime.graphs import step_graphs
 
 LAYERS, ROWS, PROMPT, STEPS = 32, 8, 262, 60
-COUNTED = 600  # steps of which the replayed ones are counted
-HELD = 4_100  # tokens of a cache whose memory is compared
+COUNTED = 600  # steps of a generation in which replays are counted
+HELD = 4_100  # tokens of the caches whose memory is compared
 METHODS: dict[str, dict[str, Any]] = {
     "rtn": {"bits": 4}, "kivi": {"bits": 2, "residual": 128}, "zipcache": {}, "gear": {}, "mikv": {}, "h2o": {},
 }  # fmt: skip
@@ -43,17 +43,17 @@ RUNS = 5
 
 
 class Nothing:
-    """Stands for a graph: a step's answer, and a replay that launches nothing."""
+    """Replaces a graph: has a step's result, and a replay that launches nothing."""
 
     def __init__(self, step: Callable[[], Any]) -> None:
         self.result = step()
 
     def replay(self) -> None:
-        """No launch."""
+        """Does nothing."""
 
 
 def model_of(layers: int = LAYERS, head_dim: int = 32) -> LlamaForCausalLM:
-    """So many layers of next to nothing."""
+    """Return a model with `layers` tiny layers."""
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=2 * head_dim,
@@ -70,7 +70,7 @@ def model_of(layers: int = LAYERS, head_dim: int = 32) -> LlamaForCausalLM:
 def steps(
     model: LlamaForCausalLM, method: str, options: dict[str, Any], lengths: list[int], count: int
 ) -> list[float | None]:
-    """Microseconds of so many steps behind prompts of these `lengths`; None for one that is not replayed."""
+    """Return the microseconds of `count` steps after prompts of these `lengths`; None for a step that is not replayed."""
     ids = torch.randint(3, 100, (len(lengths), max(lengths)), generator=torch.Generator().manual_seed(1))
     mask = (torch.arange(max(lengths)) >= max(lengths) - torch.tensor(lengths)[:, None]).long()
     token, found = torch.full((len(lengths), 1), 5), list[float | None]()
@@ -88,20 +88,20 @@ def steps(
 
 
 def microseconds(model: LlamaForCausalLM, method: str, lengths: list[int]) -> list[float]:
-    """Quartiles of the replayed steps."""
+    """Return quartiles of the microseconds of replayed steps, without the first ones."""
     taken = steps(model, method, METHODS[method], lengths, STEPS)
     return quartiles([own for number, own in enumerate(taken) if own is not None and number > 10])
 
 
 def replayed(model: LlamaForCausalLM, method: str, options: dict[str, Any], lengths: list[int]) -> float:
-    """The share of steps that are, in a long generation."""
+    """Return the share of replayed steps in a long generation."""
     taken = steps(model, method, options, lengths, COUNTED)
     return round(1 - taken.count(None) / COUNTED, 3)
 
 
 @torch.inference_mode()
 def room(model: LlamaForCausalLM, method: str, options: dict[str, Any]) -> float:
-    """Bytes that a cache of `HELD` tokens takes with graphs, over those that it takes without."""
+    """Return the bytes of a cache of `HELD` tokens with graphs, over its bytes without."""
     ids = torch.randint(3, 100, (1, HELD), generator=torch.Generator().manual_seed(1))
     artifact, found = made_up(model, sized=True) if method == "klt" else None, []
     for graphs in (True, False):
@@ -113,7 +113,7 @@ def room(model: LlamaForCausalLM, method: str, options: dict[str, Any]) -> float
 
 
 def main() -> None:
-    """Measures, prints, and writes where it is asked to."""
+    """Measures and prints; with --write saves the run."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--write", action="store_true")
     parser.add_argument(

@@ -1,7 +1,7 @@
-"""Prompts that fresh vLLM engines are asked, and what is counted of their answers: for `lmcache_reuse.py` and `vllm_reuse.py`.
+"""Prompts for new vLLM engines, and the counts of their right answers: for `lmcache_reuse.py` and `vllm_reuse.py`.
 
-Prompts are keyed lines of the embedded model's unseen split, of a hundred lines and a question: a number is looked up, and is right
-or wrong.
+A prompt is a hundred keyed lines of the split that the embedded model was not trained on, and a question; the answer is a number,
+right or wrong.
 """
 
 import json
@@ -16,12 +16,12 @@ from calib.documents.generators import retrieval_cases
 
 ROOT = Path(__file__).parents[1]
 MODEL = ROOT / "artifacts/tiny-llama"
-LINES = 100  # of a prompt: 907 tokens
-ANSWER = 600  # seconds that an engine may take
+LINES = 100  # lines of a prompt, which has 907 tokens
+ANSWER = 600  # seconds that an engine may take for all answers
 
 
 class Prompts:
-    """So many prompts, in a folder where engines find them and leave their logs and answers."""
+    """`count` prompts, written to a folder, from which engines read them and into which they write logs and answers."""
 
     def __init__(self, count: int, folder: Path) -> None:
         self.folder = folder
@@ -32,12 +32,12 @@ class Prompts:
         self._first: list[str] | None = None
 
     def ask(self, name: str, transfer: dict, **arguments: int) -> list[dict]:
-        """The answers of a fresh engine with this `--kv-transfer-config`, and other arguments of vLLM's."""
+        """Return the answers of a new engine with this `--kv-transfer-config`, and further arguments of vLLM."""
         answers = self.folder / f"{name}.json"
         given = json.dumps({"kv_transfer_config": transfer, **arguments})
         command = [sys.executable, ROOT / "benchmarks/vllm_engine.py", MODEL, given]
         environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", **os.environ}
-        if "tensor_parallel_size" in arguments:  # vLLM would bind each rank to a NUMA node of its own
+        if "tensor_parallel_size" in arguments:  # otherwise vLLM binds each rank to a separate NUMA node
             environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         with open(self.folder / f"{name}.engine.log", "w") as log:
             subprocess.run(
@@ -51,9 +51,9 @@ class Prompts:
         return json.loads(answers.read_text())
 
     def row(self, name: str, answers: list[dict], wanted: int) -> dict:
-        """What is counted of a run's answers. The first run that is counted is the one that others are compared with.
+        """Return the counts of a run's answers; `same_answers` compares them with those of the first run counted.
 
-        SystemExit where another number of a prompt's tokens came from a cache than `wanted`.
+        Raises SystemExit if the number of a prompt's tokens that came from a cache is not `wanted`.
         """
         cached = sorted({answer["cached"] for answer in answers})
         if cached != [wanted]:

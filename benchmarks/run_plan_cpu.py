@@ -1,10 +1,10 @@
-"""What `calib eval --plan` and `calib bench --plan` tell of the embedded model, beside the runs themselves.
+"""Compares `calib eval --plan` and `calib bench --plan` for the embedded model with the runs themselves.
 
     python benchmarks/run_plan_cpu.py [--write]
 
-`eval/quick.yaml` and `bench/quick.yaml` on the CPU, each planned before and after it ran. Caches: planned over measured bytes of
-every row. Memory: of `bench`, cache, activations and logits over the most that a row alone took above the weights, as the
-operating system tells. Seconds: those of an evaluation's cells, and a bench's without loading. Times are of this machine as it is.
+`eval/quick.yaml` and `bench/quick.yaml` on the CPU, each planned before and after its run. Caches: planned over measured bytes of
+every row. Memory, of `bench`: planned cache, activations and logits over the peak of a row above the weights, as reported by the
+operating system. Seconds: those of an evaluation's cells, and those of a bench without loading.
 """
 
 import argparse
@@ -28,7 +28,7 @@ Numbers = dict[str, Any]
 
 
 def evaluated() -> Numbers:
-    """Of the evaluation: cache bytes of every row's largest, seconds of every column."""
+    """Return for the evaluation planned over measured cache bytes of every row and column, and the seconds of every column."""
     request = read_request(["eval/quick.yaml"], [])
     before = make_eval_plan(request)
     prepared = evaluation.prepare(request)
@@ -46,7 +46,7 @@ def evaluated() -> Numbers:
 
 
 def benched() -> Numbers:
-    """Of the bench: cache bytes and the most memory of every row at every context, seconds of all."""
+    """Return for the bench planned over measured cache bytes and peak memory of every row and context, and the seconds in all."""
     request = read_bench(["bench/quick.yaml"], [])
     before = make_bench_plan(request)
     model = bench_model.prepare(request)
@@ -64,7 +64,7 @@ def benched() -> Numbers:
 
 
 def seconds(plans: list[Numbers], taken: dict[str, float]) -> Numbers:
-    """By part: planned before and after, measured, and measured over planned."""
+    """Return by part the seconds planned before and after, those measured, and measured over planned."""
     found = {}
     for name, measured in {**taken, "all": sum(taken.values())}.items():
         told = [plan["seconds"]["total"] if name == "all" else plan["seconds"]["stages"][name] for plan in plans]
@@ -74,12 +74,12 @@ def seconds(plans: list[Numbers], taken: dict[str, float]) -> Numbers:
 
 
 def span(values: list[float]) -> list[float]:
-    """The least and the most."""
+    """Return the least and the largest value."""
     return [round(min(values), 3), round(max(values), 3)]
 
 
 def run() -> Numbers:
-    """Both; spans in place of single caches."""
+    """Return the results of both, with lists shortened to their least and largest value."""
     both = {"eval": evaluated(), "bench": benched()}
     return {
         name: {key: span(value) if isinstance(value, list) else value for key, value in found.items()}

@@ -1,11 +1,10 @@
-"""Why one saliency measure keeps more answers than another: is the line that will be asked for among the salient tokens?
+"""Measures for several saliency measures whether the line that will be asked for is among the salient tokens.
 
     python benchmarks/salient_answers.py [--cases 100] [--lines 20 40 60] [--write]
 
-For keyed-line prompts of the embedded model, each layer and KV head chooses its salient tokens from the exact attention of
-the prompt, by the stages that the methods use. Counted is the attention that the prompt's last token, which is about to
-answer, gives to the number it is asked for: the share of it that falls on salient tokens, over all layers, heads and cases.
-A choice by chance keeps as much as its share of tokens.
+For keyed-line prompts of the embedded model, each layer and KV head chooses its salient tokens from the exact attention of the
+prompt, by the stages that the methods use. Of the attention from the prompt's last token to the number that is asked for, the result
+is the share on salient tokens, over all layers, heads and cases. A random choice would keep its share of tokens.
 """
 
 import argparse
@@ -26,7 +25,7 @@ from calib.runtime.stages.saliency.probes import share_of
 from calib.runtime.stages.seeded_rng import SeededRng
 
 RESULT = "salient_answers.json"
-SPECIAL = (201, 16)  # line end and full stop of the embedded tokenizer
+SPECIAL = (201, 16)  # ids of line end and full stop in the embedded tokenizer
 SHARE = 0.6
 EVERY = Probes("all")
 RULES: dict[str, tuple[Any, Probes]] = {
@@ -57,13 +56,13 @@ class Watched:
         scaling: float,
         **_: Any,
     ) -> tuple[Tensor, None]:
-        """Exact attention; keeps what it is given."""
+        """Computes exact attention and keeps query, keys and scale; an attention function of transformers."""
         self.layers.append((query, key, scaling))
         return exact_attention(query, key, value, None, Logits(scaling)).transpose(1, 2).contiguous(), None
 
 
 def answer_tokens(tokenizer: PreTrainedTokenizerFast, case: RetrievalCase) -> tuple[Tensor, list[int]]:
-    """Token ids `[1, T]` of a prompt, and the positions of the number that it asks for."""
+    """Return the token ids `[1, T]` of a prompt, and the positions of the number that it asks for."""
     encoded = tokenizer(case.prompt, return_tensors="pt", return_offsets_mapping=True, return_token_type_ids=False)
     question = case.prompt.rsplit("\n", 1)[1]
     start = case.prompt.index(question + case.answer) + len(question)
@@ -73,13 +72,13 @@ def answer_tokens(tokenizer: PreTrainedTokenizerFast, case: RetrievalCase) -> tu
 
 
 def kept(order: Tensor, asked: Tensor, count: int) -> Tensor:
-    """How much of the attention `asked [kv_heads, T]` falls on the first `count` of `order [kv_heads, T]`, and all of it."""
+    """Return the part of the attention `asked [kv_heads, T]` on the first `count` tokens of `order [kv_heads, T]`, and its sum."""
     return torch.stack([asked.gather(1, order[:, :count]).sum(), asked.sum()])
 
 
 @torch.no_grad()
 def measure(model: PreTrainedModel, watched: Watched, tokenizer: Any, cases: list[RetrievalCase]) -> dict[str, float]:
-    """For every rule the share of the answers' tokens that are salient, and what H2O's budgets keep."""
+    """Return for every rule, and for H2O's budgets, the share of the attention to the answers on the tokens kept."""
     found: dict[str, Tensor] = {}
     for case in cases:
         ids, positions = answer_tokens(tokenizer, case)
@@ -106,7 +105,7 @@ def measure(model: PreTrainedModel, watched: Watched, tokenizer: Any, cases: lis
 
 
 def heavy_recent(order: Tensor, budget: float) -> tuple[Tensor, int]:
-    """The order of `order [kv_heads, T]` after the newest half of a budget, and how many tokens are in it."""
+    """Return H2O's order, the newest tokens of half a budget before the rest of `order [kv_heads, T]`, and the budget in tokens."""
     total = order.shape[1]
     half = share_of(budget / 2, total)
     older = torch.stack([row[row < total - half] for row in order])

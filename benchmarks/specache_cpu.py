@@ -1,12 +1,12 @@
-"""What speculation adds to a decode step on the CPU: SpeCache beside its own low-bit copy, and beside fetching everything.
+"""Times what speculation adds to a decode step on the CPU: SpeCache against its low-bit copy alone, and against fetching all tokens.
 
     python benchmarks/specache_cpu.py [--model artifacts/tiny-llama wide] [--contexts 1024 4096] [--write]
 
-Models: the embedded one, and `wide`, random weights with the KV shape of an 8B model (8 KV heads of 128; 2 layers), whose
-attention has nothing to say, so that almost all k pairs are fetched anew in every step. A **plain two-token step** is a forward
-over the same two columns through the low-bit copy alone (method kivi): one token is stored, the other is attended and
-forgotten. Ratios are taken turn by turn in one process, in another order each turn, with quartiles; `rows` is how many
-pairs a speculative step fetched, of all that it holds.
+Models: the embedded one, and `wide`, random weights with the KV shape of an 8B model (8 KV heads of 128; 2 layers), whose attention
+is random, so that almost all k pairs are fetched anew in every step. A **plain two-token step** is a forward over the same two
+tokens with the low-bit copy alone (method kivi): one token is stored, the other attends and is not stored. Results are quartiles of
+the ratios within turns, in one process and in another order each turn; `rows` is how many pairs a speculative step fetched on
+average, of the k that it holds.
 """
 
 import argparse
@@ -35,7 +35,7 @@ RATIOS = {
 
 
 def caches(model: PreTrainedModel, k: int) -> dict[str, CompressedCache]:
-    """What is timed, by name; the two-token step twice for the A/A pair."""
+    """Return the timed caches by name; the two-token step twice for the A/A pair."""
     return {
         "speculative": compress(model, "specache", k=k, **LOW),
         "late": compress(model, "specache", k=k, speculative=False, **LOW),
@@ -48,7 +48,7 @@ def caches(model: PreTrainedModel, k: int) -> dict[str, CompressedCache]:
 
 @torch.no_grad()
 def measure(model: PreTrainedModel, context: int, batch: int, k: int, turns: int, steps: int) -> dict[str, object]:
-    """Milliseconds of `steps` steps and the ratios, behind `context` random tokens."""
+    """Return the milliseconds of `steps` steps after `context` random tokens, and the ratios."""
     held = caches(model, k)
     prompt = torch.randint(3, model.config.vocab_size, (batch, context), generator=torch.Generator().manual_seed(0))
     tokens = {

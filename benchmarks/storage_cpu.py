@@ -1,20 +1,20 @@
-"""Speed of stored chunks on a CPU: encoding and decoding, bytes a token, and below which link they are faster than 16 bits.
+"""Measures stored chunks on a CPU: time to encode and decode, bytes per token, and the link speed below which coding is faster.
 
     python benchmarks/storage_cpu.py [--model wide artifacts/tiny-llama SMOLLM2] [--tokens 256] [--bits 3 2 1.5 1] [--write]
 
 SMOLLM2 is the folder that `make smollm2-model` writes. One process, one thread, turn by turn (`protocol.py`), with an A/A pair;
-`clone` copies the chunk: what memory alone costs. Chunks are bfloat16, white, of all layers; bases are random (`bases.py`), so that
-times are a fit's and errors are not. `plain` codes components alone, `sized` has sizes of tokens and predictions of values as well,
-`trellis` trellis-coded levels besides; `storage` is the profile whose heads and layers help each other, `entropy` that one behind
-an entropy coder.
+`clone` copies the chunk: the cost of memory alone. Chunks are bfloat16 noise of all layers; bases are random (`bases.py`), so times
+are as with a fit, but errors are not. `plain` codes components alone, `sized` also has sizes of tokens and predictions of values,
+`trellis` also trellis-coded levels; `storage` is the profile with joint bases and prediction between layers, `entropy` the same
+with an entropy coder.
 
-Before anything is timed, a chunk must come back: coded in two pieces it is the same bits, and with more bits it is nearer.
+Before anything is timed, chunks are checked: coded in two pieces they decode to the same bits, and more bits give a smaller error.
 
-A link of s bytes a second moves a chunk of B bytes in B / s, and its code of b bytes in b / s. So coding is faster below
+A link of s bytes per second moves a chunk of B bytes in B / s, and its code of b bytes in b / s. So coding is faster below
 
-    s = (B - b) / t        t: seconds to encode (a store is filled), to decode (it is read), or both (from machine to machine),
+    s = (B - b) / t        t: seconds to encode (to fill a store), to decode (to read it), or both (between machines),
 
-where nothing of t is hidden behind the link, or behind the engine's own work.
+if nothing of t overlaps with the transfer or with the engine's own work.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from torch import Tensor
 from calib.runtime import Artifact, Codec
 
 RESULT = "storage_cpu.json"
-START = 1000  # of a chunk: any position
+START = 1000  # first position of the chunk, chosen arbitrarily
 FORMS: dict[str, dict[str, object]] = {
     "plain": {"size": False},
     "sized": {"size": True, "predict": True},
@@ -45,7 +45,7 @@ RATIOS = {
 
 
 def checked(codec: Codec, chunk: Tensor) -> float:
-    """The relative error of a chunk that comes back; SystemExit where it is not the same in two pieces."""
+    """Return the relative error of a decoded chunk; raises SystemExit if two pieces decode to other bits."""
     found = codec.decode(codec.encode(chunk, START))
     half = chunk.shape[2] // 2
     parts = [
@@ -58,7 +58,7 @@ def checked(codec: Codec, chunk: Tensor) -> float:
 
 
 def steps(codec: Codec, chunk: Tensor) -> dict[str, Callable[[], object]]:
-    """What is timed."""
+    """Return the timed steps."""
     blob, out = codec.encode(chunk, START), torch.empty_like(chunk)
     return {
         "encode": lambda: codec.encode(chunk, START),
@@ -69,7 +69,7 @@ def steps(codec: Codec, chunk: Tensor) -> dict[str, Callable[[], object]]:
 
 
 def measure(artifact: Artifact, chunk: Tensor, bits: list[float], turns: int) -> list[dict[str, object]]:
-    """A row for each form and budget."""
+    """Return a row for each form and budget."""
     rows = list[dict[str, object]]()
     for form, options in FORMS.items():
         nearest = 0.0
@@ -105,7 +105,7 @@ def measure(artifact: Artifact, chunk: Tensor, bits: list[float], turns: int) ->
 
 @torch.no_grad()
 def main() -> None:
-    """Measures, prints, and writes the run where it is asked to."""
+    """Measures and prints; with --write saves the run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", nargs="+", default=["wide", "artifacts/tiny-llama"])
     parser.add_argument("--tokens", type=int, default=256, help="of a chunk; 256 is LMCache's")

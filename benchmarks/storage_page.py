@@ -1,4 +1,4 @@
-"""The tables of docs/serve/storage.md: what budgets are worth, and below which link they are faster than 16 bits.
+"""Writes the tables of docs/serve/storage.md: quality by budget, and the link speeds below which coding is faster than 16 bits.
 
     python benchmarks/storage_page.py
 
@@ -26,12 +26,12 @@ MODELS = {
 
 
 def run(name: str) -> Any:
-    """A file of `benchmarks/results`."""
+    """Return the content of a file of `benchmarks/results`."""
     return json.loads((RESULTS / name).read_text())
 
 
 def profile_table(model: str) -> list[str]:
-    """KL, agreement and answers of every budget, profile by profile, text by text; no answers of a model that gives none anyway."""
+    """Return a table of KL, agreement and answers by profile, budget and text; no answers if the uncompressed model gives none."""
     found = run(f"storage_profile.{model}.json")
     texts = [text.split("=")[0] for text in found["text"]]
     told = "{:.2f}".format if found["exact_answers"] else lambda share: ""
@@ -52,7 +52,7 @@ def profile_table(model: str) -> list[str]:
 
 
 def break_even_table() -> list[str]:
-    """Speed and links, model by model."""
+    """Return a table of times and link speeds by model."""
     lines = [
         "| KV shape | codes | bits | bytes a token (16 bits) | encode, MB/s | decode, MB/s | store below, Gbit/s | load below "
         "| move below |",
@@ -69,7 +69,7 @@ def break_even_table() -> list[str]:
 
 
 def main() -> None:
-    """Fills the page."""
+    """Writes the tables into the page."""
     text = PAGE.read_text()
     for name, table in (
         ("profile", profile_table(MODEL)),
