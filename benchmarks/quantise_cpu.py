@@ -3,12 +3,12 @@
     python benchmarks/quantise_cpu.py [--tokens 2048] [--turns 15] [--threads 2] [--write]
 
 One process, float32, one layer's keys and values `[1, 8, tokens, 128]`. Ours are the codecs of `kivi` (keys in groups of 32 tokens
-of a channel, values in groups of 32 channels of a token) and, to compare equal groups, the values' codec for both; from float tokens
-to packed words and 16-bit parameters, in pieces as in a store. quanto runs its MaxOptimizer and `quantize_weight`, hqq its
+of a channel, values in groups of 32 channels of a token) and, to compare equal groups, the values' codec for both; from float
+tokens to packed words and 16-bit parameters, in pieces as in a store. quanto runs its MaxOptimizer and `quantize_weight`, hqq its
 `Quantizer.quantize`, with transformers' arguments and groups of 32. `clone` copies the same tokens: the cost of memory alone. Data:
-normal with outlier channels and tokens, new in every turn. Every side also decodes what it encoded, and its error is recorded beside
-its time. All steps are timed in every turn, in another order each turn; results are medians and quartiles of the ratios within
-turns, beside an A/A pair. hqq optimises for a second or more, so it has a third of the turns, separate from the others.
+normal with outlier channels and tokens, new in every turn. Every side also decodes what it encoded, and its error is recorded
+beside its time. All steps are timed in every turn, in another order each turn; results are medians and quartiles of the ratios
+within turns, beside an A/A pair. hqq optimises for a second or more, so it has a third of the turns, separate from the others.
 """
 
 import argparse

@@ -4,9 +4,9 @@ many steps are replayed. Writes benchmarks/results/replay_host.json.
     PYTHONPATH=. TRITON_INTERPRET=1 python benchmarks/replay_host.py [--write] [--eager klt]
 
 A graph's launch is replaced by nothing, so no device and no matrix products of the model are included: a step computes lengths,
-slots and page numbers, copies them to the graph's inputs, and copies the result. In a step without a graph launches are only counted
-(`eager_host.py`). Rows are of equal length, or all of different lengths. Each figure is the least of several runs, because other
-programs may run on the machine.
+slots and page numbers, copies them to the graph's inputs, and copies the result. In a step without a graph launches are only
+counted (`eager_host.py`). Rows are of equal length, or all of different lengths. Each figure is the least of several runs, because
+other programs may run on the machine.
 """
 
 import argparse

@@ -3,8 +3,8 @@
     python benchmarks/salient_answers.py [--cases 100] [--lines 20 40 60] [--write]
 
 For keyed-line prompts of the embedded model, each layer and KV head chooses its salient tokens from the exact attention of the
-prompt, by the stages that the methods use. Of the attention from the prompt's last token to the number that is asked for, the result
-is the share on salient tokens, over all layers, heads and cases. A random choice would keep its share of tokens.
+prompt, by the stages that the methods use. Of the attention from the prompt's last token to the number that is asked for, the
+result is the share on salient tokens, over all layers, heads and cases. A random choice would keep its share of tokens.
 """
 
 import argparse

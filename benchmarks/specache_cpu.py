@@ -1,4 +1,4 @@
-"""Times what speculation adds to a decode step on the CPU: SpeCache against its low-bit copy alone, and against fetching all tokens.
+"""Times what speculation adds to a decode step on the CPU: SpeCache against its low-bit copy alone and against fetching all tokens.
 
     python benchmarks/specache_cpu.py [--model artifacts/tiny-llama wide] [--contexts 1024 4096] [--write]
 

@@ -1,21 +1,22 @@
-"""What stored chunks gain where heads and layers help each other: bytes at equal KL of `Codec`'s profiles, and of their parts.
+"""Compares the bytes at equal KL of `Codec`'s profiles for stored chunks, and of the steps from separate to joint heads and layers.
 
     python benchmarks/storage_profile.py --model FOLDER --fit wiki.valid.raw --text Wikipedia=wiki.test.raw \\
         code=HumanEval.jsonl.gz stories=tinystories_valid_head.txt [--bits 3 2 1.5 1 0.5] [--forms] [--write]
 
-FOLDER is SmolLM2 135M as `make smollm2-model` writes it, or another model. All is fitted on the same sequences of the text of
-`--fit` with the same weights of errors, those of `calib fit`. `Codec` is its profile "heads", with sizes and predictions,
-`Codec, storage` the other one, and `Codec, entropy` that one behind an entropy coder, which says the same chunk.
+FOLDER is SmolLM2 135M as `make smollm2-model` writes it, or another model. All codes are fitted on the same sequences of the text
+of `--fit` with the same weights of errors, those of `calib fit`. `Codec` is its profile "heads", with sizes and predictions,
+`Codec, storage` the profile "storage", and `Codec, entropy` that with an entropy coder, which decodes to the same chunk.
 
-With `--forms`, instead of the latter two, the forms of `joint_codes.py`. They are fitted again for every budget, as no artifact is,
-and show the most that each step can gain. `one fit` is the last of them fitted at 1.5 bits alone, and used at every budget.
+With `--forms` the forms of `joint_codes.py` replace all profiles but `Codec`. They are fitted for every budget separately, unlike
+an artifact, and so show the largest possible gain of each step. `one fit` is the last form fitted only at 1.5 bits and used at
+every budget.
 
-A prefix of every text, which no fit has read, is stored and read back but for its first 4 tokens, which are exact in all forms.
-What the model says of the next tokens is compared with what it says behind the uncompressed prefix, float32: `kl` in nats a
-token, and `same`, the share of them whose most likely next token is the same. `answers` is the share of twenty numbers that are
-hidden in prefixes of the first text and asked for behind them whose every digit is the most likely token. Bytes are those of a
-token's codes and sizes, text by text, without the prefix's header and exact tokens. `share` is bytes over `Codec`'s at the same
-KL, between budgets on a line through logarithms of KL and bytes.
+A prefix of every text, which no fit has read, is stored and read back except its first 4 tokens, which are exact in all forms.
+The model's predictions at the next tokens are compared with those after the uncompressed prefix, in float32: `kl` in nats per
+token, and `same`, the share of tokens with the same most likely next token. `answers` is the share of right answers to questions
+for twenty numbers hidden in prefixes of the first text; an answer is right if every digit is the most likely token. Bytes are
+those of a token's codes and sizes, by text, without the prefix's header and exact tokens. `share` is bytes over `Codec`'s at the
+same KL, interpolated between budgets linearly in the logarithms of KL and bytes.
 """
 
 import argparse
@@ -48,7 +49,7 @@ from calib.statistics.storage_codes import StorageCodes
 from calib.statistics.transform_basis import bases, errors_weight
 from calib.statistics.transformed_streams import coded, vectors
 
-RESULT, FORMS_RESULT = "storage_profile", "storage_forms"  # a file of each model
+RESULT, FORMS_RESULT = "storage_profile", "storage_forms"  # prefixes of the file names, one file per model
 PROFILES: dict[str, dict[str, object]] = {
     "Codec": {"profile": "heads"},
     "Codec, trellis": {"profile": "heads", "trellis": True},
@@ -58,13 +59,13 @@ PROFILES: dict[str, dict[str, object]] = {
 LENGTH, PREFIX, QUESTION = 512, 512, 128
 BATCH = 8
 WORDS = ("rain", "wood", "iron", "salt", "glass", "wool", "sand", "coal", "milk", "gold")
-HIDDEN = 20  # numbers, at depths from the first to the last token
-ONCE = 1.5  # bits of the one fit
-EVERY = 2  # tokens for one that the forms are fitted on
+HIDDEN = 20  # hidden numbers, at depths from the first to the last token
+ONCE = 1.5  # bits of `one fit`
+EVERY = 2  # the forms are fitted on one token in so many
 
 
 def text_of(path: Path) -> str:
-    """A file's text; of HumanEval the prompts with their solutions, of TinyStories the stories without their separators."""
+    """Return a file's text; of HumanEval the prompts with their solutions, of TinyStories the stories without separators."""
     if path.suffix == ".gz":
         rows = map(json.loads, gzip.decompress(path.read_bytes()).decode().splitlines())
         return "\n\n".join(row["prompt"] + row["canonical_solution"] for row in rows)
@@ -72,15 +73,17 @@ def text_of(path: Path) -> str:
 
 
 def sequences(tokenizer: object, path: Path, length: int, count: int) -> Tensor:
-    """int64 `[count, length]`, spread evenly over the text."""
+    """Return token sequences, int64 `[count, length]`, evenly spread over the text."""
     ids = tokenizer(text_of(path), return_tensors="pt").input_ids[0]  # type: ignore[operator]
     starts = torch.linspace(0, len(ids) - length, count).long()
     return torch.stack([ids[start : start + length] for start in starts.tolist()])
 
 
 def hidden(tokenizer: object, path: Path) -> Iterator[tuple[Tensor, int]]:
-    """Rows `[1, PREFIX + n]` of a text with a number hidden in its first PREFIX tokens, asked for and told in the last n; and the
-    tokens that the number takes."""
+    """Yields rows `[1, PREFIX + n]` of a text, and the number's tokens.
+
+    A number is hidden in the first PREFIX tokens; the last n tokens are the question and the number.
+    """
 
     def ids(words: str) -> Tensor:
         return tokenizer(words, return_tensors="pt", add_special_tokens=False).input_ids  # type: ignore[operator]
@@ -96,7 +99,7 @@ def hidden(tokenizer: object, path: Path) -> Iterator[tuple[Tensor, int]]:
 
 
 class Fit:
-    """What all forms are fitted on: `tokens [layers, 2, n, width]`, `weights [layers, 2, heads, D, D]`, and the artifact."""
+    """The data of all fits: `tokens [layers, 2, n, width]`, `weights [layers, 2, heads, D, D]` of errors, and the `artifact`."""
 
     def __init__(self, model: PreTrainedModel, ids: Tensor, differentiated: int, profile: bool) -> None:
         shape, self.rotation = model_shape(model), Rotation.of(model, "")
@@ -139,11 +142,11 @@ class Fit:
 
 
 class Asked:
-    """One kind of text: its prefixes' keys and values, and what the model says behind them.
+    """One kind of text: its prefixes' keys and values, and the model's predictions after them.
 
     Attributes:
-        chunks: `[rows, 2, layers, PREFIX, width]`, keys behind RoPE.
-        said: log-probabilities `[rows, QUESTION, vocabulary]` behind the uncompressed prefix.
+        chunks: `[rows, 2, layers, PREFIX, width]`, keys after RoPE.
+        said: log-probabilities `[rows, QUESTION, vocabulary]` after the uncompressed prefix.
     """
 
     def __init__(self, model: PreTrainedModel, ids: Tensor, rotation: Rotation) -> None:
@@ -162,42 +165,45 @@ class Asked:
         return self.model(self.question, past_key_values=cache).logits.float().log_softmax(-1)
 
     def compared(self, chunks: Tensor) -> tuple[float, float]:
-        """KL, and how often the most likely token is the same, of these in place of the prefixes."""
+        """Return the KL, and the share of equal most likely tokens, with `chunks` instead of the uncompressed prefixes."""
         found = self._behind(chunks)
         same = (found.argmax(-1) == self.said.argmax(-1)).float().mean()
         return float((self.said.exp() * (self.said - found)).sum(-1).mean()), float(same)
 
     def answered(self, chunks: Tensor, tokens: int) -> bool:
-        """Whether of the last `tokens` of the only row each is the most likely, behind these in place of the prefix."""
+        """Return whether each of the only row's last `tokens` is the most likely token, with `chunks` as the prefix."""
         return torch.equal(self._behind(chunks)[0, -tokens - 1 : -1].argmax(-1), self.question[0, -tokens:])
 
     def _behind(self, chunks: Tensor) -> Tensor:
-        """Predictions behind these in place of the prefixes; the first tokens are exact whatever is given."""
+        """Return the predictions with `chunks` as the prefixes, except for their first tokens, which are exact."""
         return self._predictions(torch.cat([self.chunks[:, :, :, :SINKS], chunks[:, :, :, SINKS:]], 3))
 
     def turned(self, chunks: Tensor, sign: int) -> Tensor:
-        """Keys moved forward (1) by their positions or back (-1)."""
+        """Return the chunks with keys rotated (sign 1) or unrotated (-1) by RoPE."""
         cos, sin = self.turn
         keys = chunks[:, 0].unflatten(-1, (self.heads, -1)).transpose(2, 3)  # [rows, layers, heads, tokens, D]
         keys = Rotation.rotated(keys, cos, sign * sin).transpose(2, 3).flatten(3)
         return torch.stack([keys, chunks[:, 1]], 1)
 
     def by_codec(self, codec: Codec) -> tuple[Tensor, float]:
-        """The chunks as `Codec` gives them back, and bytes of a token, those of the header and of exact tokens apart."""
+        """Return the chunks decoded by `codec`, and the bytes per token without header and exact tokens."""
         blobs = [codec.encode(chunk, 0) for chunk in self.chunks]
         apart = codec.size(PREFIX, 0, self.chunks.dtype) - PREFIX * codec.bytes_per_token
         found = torch.stack([codec.decode(blob) for blob in blobs])
         return found, sum(len(blob) - apart for blob in blobs) / PREFIX / len(blobs)
 
     def by_codes(self, codes: Codes) -> tuple[Tensor, float]:
-        """The chunks as these codes give them back, and bytes of a token."""
+        """Return the chunks decoded by `codes`, and the bytes per token."""
         plain = self.turned(self.chunks, -1).permute(2, 1, 0, 3, 4)  # [layers, 2, rows, tokens, width]
         found = codes.decoded(plain.flatten(2, 3)).unflatten(2, plain.shape[2:4])
         return self.turned(found.permute(2, 1, 0, 3, 4), 1), codes.bytes_per_token
 
 
 def of_form(form: Form, fit: Fit, bits: list[float], once: float | None = None) -> Iterator[tuple[float, Codes]]:
-    """By budget, fitted at its price of a bit, or at that of `once`: found by the fit before, then once more for the exact one."""
+    """Yields the codes for each budget, fitted at the price of a bit for it, or for the budget `once`.
+
+    The price is computed from the fit before, and the widths once more from the new fit.
+    """
     codes = Codes.fitted(form, fit.tokens, fit.weights, 0.0)
     if once is not None:
         codes = Codes.fitted(form, fit.tokens, fit.weights, codes.price(once))
@@ -208,7 +214,7 @@ def of_form(form: Form, fit: Fit, bits: list[float], once: float | None = None) 
 
 
 def share(rows: list[dict], form: str, text: str) -> dict[str, float]:
-    """By `Codec`'s budget: bytes of the form over `Codec`'s at the KL of `Codec`; none where the form has no KL on both sides."""
+    """Return by `Codec`'s budgets the bytes of the form over `Codec`'s at equal KL; only if the form's KLs include `Codec`'s."""
     own = sorted((row["kl"][text], row["bytes_per_token"][text]) for row in rows if row["form"] == form)
     found = {}
     for row in rows:
@@ -223,7 +229,7 @@ def share(rows: list[dict], form: str, text: str) -> dict[str, float]:
 
 @torch.no_grad()
 def main() -> None:
-    """Fits, measures, prints, and writes the run where it is asked to."""
+    """Fits, measures and prints; with --write saves the run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True)
     parser.add_argument("--fit", type=Path, required=True)
@@ -298,7 +304,7 @@ def main() -> None:
 
 
 def sizes_of(asked: argparse.Namespace) -> dict[str, object]:
-    """What the run was asked for, for its file."""
+    """Return the run's arguments for its file."""
     names = [text.split("=", 1)[0] + "=" + Path(text).name for text in asked.text]
     sizes = {"sequences": asked.sequences, "differentiated": asked.differentiated, "rows_of_a_text": asked.rows}
     return {

@@ -1,16 +1,16 @@
-"""What reuse of stored chunks costs a model, and how clearly keys tell where a chunk begins.
+"""Measures the loss of a model by reuse of stored chunks, and how clearly keys identify the position at which a chunk begins.
 
     python benchmarks/storage_reuse.py --model FOLDER [--artifact FILE] [--bits 3 2 1.5 1] [--prefix 512] [--write]
 
 FOLDER is SmolLM2 135M as `make smollm2-model` writes it, bfloat16; the artifact is the committed one. Texts are pages and code of
 this repository, which no fit has read. The prefix's keys and values are stored in chunks of 256 tokens, read back and attended by
-the next 128 tokens: KL of their predictions from those behind the uncompressed prefix, in nats a token. `sinks` 0 stores the first
-tokens of the text in codes as well; with `newest_exact` so many tokens before the question are the uncompressed ones, which the
-bytes do not count.
+the next 128 tokens: KL of their predictions from those after the uncompressed prefix, in nats per token. With `sinks` 0 the first
+tokens of the text are coded as well; with `newest_exact` so many tokens before the question are replaced by the uncompressed ones,
+which the bytes do not count.
 
 Starts: chunks of 1, 4, 16 and 256 tokens from each multiple of 256, with all multiples of 256 below 8,192 as candidates. `own` is
-the right one's score in octaves (`runtime/storage/start.py`), `margin` how much worse the best other one is, `near` the score of
-the start one position behind the right one, `gap` between the best two of the wrong ones: what a chunk of elsewhere shows.
+the right start's score in octaves (`runtime/storage/start.py`), `margin` how much worse the best wrong one is, `near` the score of
+the start one position after the right one, `gap` the difference of the best two wrong ones, as for a chunk from elsewhere.
 """
 
 import argparse
@@ -32,14 +32,14 @@ SIZES = (1, 4, 16, 256)
 
 
 def prefix_chunk(model: PreTrainedModel, ids: Tensor) -> Tensor:
-    """`[2, layers, tokens, kv_heads * head_dim]` as the model computes it."""
+    """Return the model's keys and values of a prefix as a chunk `[2, layers, tokens, kv_heads * head_dim]`."""
     layers = model(ids, use_cache=True, logits_to_keep=1).past_key_values.layers
     both = [torch.stack([getattr(layer, name)[0] for layer in layers]) for name in ("keys", "values")]
     return torch.stack(both).transpose(2, 3).flatten(3).contiguous()
 
 
 def predictions(model: PreTrainedModel, chunk: Tensor, ids: Tensor) -> Tensor:
-    """Logarithms of probabilities behind a prefix that the cache gets as it is given."""
+    """Return the log-probabilities at `ids` after a prefix with the keys and values of `chunk`."""
     cache = DynamicCache(config=model.config)
     heads = model.config.num_key_value_heads
     for layer, both in enumerate(chunk.unflatten(-1, (heads, -1)).transpose(2, 3).transpose(0, 1)):
@@ -48,7 +48,7 @@ def predictions(model: PreTrainedModel, chunk: Tensor, ids: Tensor) -> Tensor:
 
 
 def stored(codec: Codec, chunk: Tensor) -> tuple[Tensor, int]:
-    """The prefix in chunks, encoded and decoded; and bytes of all."""
+    """Return the prefix encoded and decoded in chunks, and the bytes of all chunks."""
     parts, size, at = [], 0, 0
     for part in chunk.split(CHUNK, 2):
         blob = codec.encode(part, at)
@@ -58,7 +58,7 @@ def stored(codec: Codec, chunk: Tensor) -> tuple[Tensor, int]:
 
 
 def starts(codec: Codec, keys: Tensor) -> dict[str, dict[str, float]]:
-    """Of each size of chunk the extremes over chunks."""
+    """Return for each size the extremes of the scores over chunks."""
     found, candidates = {}, list(range(0, LONGEST, CHUNK))
     for size in SIZES:
         own, margin, near, gap = [], [], [], []
@@ -82,7 +82,7 @@ def starts(codec: Codec, keys: Tensor) -> dict[str, dict[str, float]]:
 
 @torch.no_grad()
 def main() -> None:
-    """Measures, prints, and writes the run where it is asked to."""
+    """Measures and prints; with --write saves the run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True)
     parser.add_argument("--artifact", default=PART)

@@ -1,9 +1,9 @@
-"""Options tuned by layer beside the best single setting of the same bits: predicted loss and measured KL.
+"""Compares options tuned by layer with the best single setting at the same bits: predicted loss and measured KL.
 
     python benchmarks/tune_cpu.py [--text FILE] [--write]
 
-Each method is tuned on 8 sequences that `calib fit` would generate with seed 0; KL from the full cache (task `agreement`) is of
-text sampled with seed 1 and, where it is given, of FILE: 128 tokens of each of 8 sequences behind a prompt of 384.
+Each method is tuned on 8 sequences that `calib fit` would generate with seed 0; KL from the full cache (task `agreement`) is
+measured on text sampled with seed 1 and on FILE, if given: 128 tokens of each of 8 sequences after a prompt of 384.
 """
 
 import argparse

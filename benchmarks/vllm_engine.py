@@ -1,10 +1,10 @@
-"""One vLLM engine: prompts in, answers out, for `lmcache_reuse.py` and `vllm_reuse.py`.
+"""Runs one vLLM engine on a file of prompts and writes its answers, for `lmcache_reuse.py` and `vllm_reuse.py`.
 
     python benchmarks/vllm_engine.py MODEL ARGUMENTS PROMPTS.json ANSWERS.json
 
-ARGUMENTS is a JSON of vLLM's, with underscores, such as `{"kv_transfer_config": {...}, "max_num_seqs": 1}`. `vllm serve` would do
-as well; this asks without HTTP, and tells of every answer how many tokens of its prompt came from a cache. PROMPTS.json is a list
-of lists of ids, ANSWERS.json a list of `{"ids": [...], "cached": tokens}`.
+ARGUMENTS are vLLM's as JSON, with underscores, such as `{"kv_transfer_config": {...}, "max_num_seqs": 1}`. Unlike `vllm serve` this
+needs no HTTP, and reports for every answer how many tokens of its prompt came from a cache. PROMPTS.json is a list of lists of ids,
+ANSWERS.json a list of `{"ids": [...], "cached": tokens}`.
 """
 
 import json
@@ -14,7 +14,7 @@ from pathlib import Path
 from vllm import LLM, SamplingParams
 from vllm.config import KVTransferConfig
 
-NEW = 8  # tokens: a number of four digits, and what follows
+NEW = 8  # tokens generated: a number of four digits, and some more
 
 
 def main(model: str, arguments: str, prompts: str, answers: str) -> None:

@@ -1,17 +1,17 @@
-"""Files of vLLM's KV connector, written by one engine and reused by others (docs/serve/vllm.md).
+"""Tests that files of the KV connector for vLLM, written by one engine, are reused by others (docs/serve/vllm.md).
 
     python benchmarks/vllm_reuse.py --artifact FILE [--bits 2] [--prompts 16] [--folder runs/vllm] [--write]
 
-Fresh engines, one after another, are asked the prompts of `reused_prompts.py`, three chunks of 256 tokens and a rest:
+New engines, one after another, are given the prompts of `reused_prompts.py`, three chunks of 256 tokens and a rest:
 
-    computed          an empty folder, which it fills; 200 tokens of prompts a step, so that steps end within chunks
-    reused            all chunks are there
+    computed          an empty folder, which the engine fills; 200 prompt tokens per step, so that steps end within chunks
+    reused            all chunks are stored
     reused together   four requests at a time
     damaged           a byte of each prompt's second chunk is changed: the engine computes from there on, and stores it again
-    two ranks         --tensor-parallel-size 2, an empty folder, then again
+    two ranks         --tensor-parallel-size 2, with an empty folder, then again
 
-What is asked of every run before its numbers are shown: that as many tokens were reused as the row says, and that damaged files
-were whole again. vLLM counts a prompt's tokens when it finds them stored; those that it could not load are told in its log.
+Before its numbers are shown, each run is checked to have reused as many tokens as the row says; damaged files must have been
+repaired. vLLM counts a prompt's tokens when it finds them stored; tokens that it could not load are reported in its log.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from calib.runtime.storage import Codec, Header
 
 RESULT = ROOT / "benchmarks/results/vllm_reuse.json"
 CHUNK = 256  # tokens of a file
-RESCHEDULED = re.compile(r"rescheduled \((\d+) tokens affected\)")  # vLLM's words
+RESCHEDULED = re.compile(r"rescheduled \((\d+) tokens affected\)")  # in vLLM's log, for tokens that could not be loaded
 
 
 def main() -> None:
@@ -95,7 +95,7 @@ def main() -> None:
 
 
 def files_of(folder: Path) -> dict[Path, bytes]:
-    """All blobs."""
+    """Return the contents of all files of chunks."""
     return {file: file.read_bytes() for file in folder.glob("*/*.klt")}
 
 
