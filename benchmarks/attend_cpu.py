@@ -48,7 +48,7 @@ Step = Callable[[QKV], Tensor]
 
 
 def tokens(heads: int, count: int, seed: int) -> QKV:
-    """Return random queries `[1, heads, count, D]`, keys and values `[1, KV_HEADS, count, D]`."""
+    """Returns random queries `[1, heads, count, D]`, keys and values `[1, KV_HEADS, count, D]`."""
     draw = torch.Generator().manual_seed(seed)
     query, keys, values = (torch.randn(1, n, count, CHANNELS, generator=draw) for n in (heads, KV_HEADS, KV_HEADS))
     keys[..., 3::40] *= 8
@@ -56,7 +56,7 @@ def tokens(heads: int, count: int, seed: int) -> QKV:
 
 
 def our_layer(name: str, heads: int, bits: int) -> CompressedLayer:
-    """Return an empty layer of a method, without a model around it."""
+    """Returns an empty layer of a method, without a model around it."""
     shape = {"num_attention_heads": heads, "num_key_value_heads": KV_HEADS, "head_dim": CHANNELS}
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 32}
     method, options = OURS[name]
@@ -84,7 +84,7 @@ def their_step(layer: DynamicLayer | QuantoQuantizedLayer) -> Step:
 
 
 def opened(heads: int, bits: int, before: QKV) -> tuple[dict[str, Step], dict[str, CompressedLayer]]:
-    """Return every step by name, and our layers; all hold the tokens `before`."""
+    """Returns every step by name, and our layers; all hold the tokens `before`."""
     layers = {name: our_layer(name, heads, bits) for name in OURS}
     for layer in layers.values():
         our_step(layer)(before)
@@ -98,7 +98,7 @@ def opened(heads: int, bits: int, before: QKV) -> tuple[dict[str, Step], dict[st
 
 
 def decoded(layer: CompressedLayer, given: QKV) -> QKV:
-    """Return the tokens as the layer stores them: those in pages encoded and decoded by its codecs, those in the window exact."""
+    """Returns the tokens as the layer stores them: those in pages encoded and decoded by its codecs, those in the window exact."""
     query, *streams = given
     held = []
     for stream, x in zip(layer.store.streams, streams, strict=True):  # type: ignore[union-attr]
@@ -109,7 +109,7 @@ def decoded(layer: CompressedLayer, given: QKV) -> QKV:
 
 
 def check(layers: dict[str, CompressedLayer], answers: dict[str, Tensor], before: QKV, new: QKV) -> dict[str, float]:
-    """Return the outputs' relative errors (Frobenius norms) from the exact output.
+    """Returns the outputs' relative errors (Frobenius norms) from the exact output.
 
     Exits if one of ours is not attention over its decoded pages.
     """
@@ -129,7 +129,7 @@ def check(layers: dict[str, CompressedLayer], answers: dict[str, Tensor], before
 
 @torch.no_grad()
 def measure(heads: int, count: int, bits: int, turns: int) -> dict[str, object]:
-    """Return the milliseconds of every step, and the ratios."""
+    """Returns the milliseconds of every step, and the ratios."""
     if turns + 4 > WINDOW // 2:
         raise SystemExit(f"{turns} turns do not fit into the window of {WINDOW} tokens; at most {WINDOW // 2 - 4}")
     before, first = tokens(heads, count, 0), tokens(heads, 1, 1)

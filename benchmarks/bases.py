@@ -14,7 +14,7 @@ ERRORS = (1.0, 0.3634, 0.1188, 0.03744, 0.01154, 0.00349, 0.00104, 0.000304, 0.0
 
 
 def made_up(model: PreTrainedModel, sized: bool = False, storage: bool = False) -> Artifact:
-    """Return an artifact with random components of keys, before and after RoPE, and of values.
+    """Returns an artifact with random components of keys, before and after RoPE, and of values.
 
     Directions are random; standard deviations fall by e^-4 over a head and differ between heads. `sized`: also the tensors for
     sizes of tokens and predictions of values; `storage`: also those of the profile "storage" of stored chunks.

@@ -41,7 +41,7 @@ SETTINGS = {
 def attention_errors(
     model: PreTrainedModel, artifact: Artifact, sequences: torch.Tensor, bits: list[int]
 ) -> dict[str, float]:
-    """Return the relative attention-output errors by setting, with all tokens quantised."""
+    """Returns the relative attention-output errors by setting, with all tokens quantised."""
     statistic = HeldoutError(model_shape(model), artifact.clip_bits, rows=32)
     statistic.fitted = artifact.tensors
     for tokens in sequences.split(4):
@@ -54,7 +54,7 @@ def attention_errors(
 def perplexity(
     model: PreTrainedModel, method: str, artifact: Artifact | None, sequences: torch.Tensor, **options: object
 ) -> tuple[float, float]:
-    """Return the perplexity of all tokens after the first quarter, and bits_per_value at the end."""
+    """Returns the perplexity of all tokens after the first quarter, and bits_per_value at the end."""
     prefill, chunk, total, count, bits = sequences.shape[1] // 4, 32, 0.0, 0, 0.0
     for tokens in sequences.split(8):
         with compress(model, method, artifact, **options) as cache:
@@ -71,7 +71,7 @@ def perplexity(
 
 
 def markdown(result: dict[str, object]) -> str:
-    """Return the table of docs/results."""
+    """Returns the table of docs/results."""
     lines = [
         "| bits | setting | attention-output error | perplexity | bits per stored value |",
         "|---|---|---|---|---|",

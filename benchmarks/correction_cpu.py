@@ -33,7 +33,7 @@ RATIOS = {
 
 
 def tokens(count: int, seed: int) -> Tensor:
-    """Return random tokens `[1, HEADS, count, CHANNELS]`."""
+    """Returns random tokens `[1, HEADS, count, CHANNELS]`."""
     draw = torch.Generator().manual_seed(seed)
     x = torch.randn(1, HEADS, count, CHANNELS, generator=draw)
     x = x + torch.randn(1, HEADS, count, 3, generator=draw) @ torch.randn(1, HEADS, 3, CHANNELS, generator=draw)
@@ -43,7 +43,7 @@ def tokens(count: int, seed: int) -> Tensor:
 
 
 def stages(role: str, sample: Tensor) -> dict[str, Corrected]:
-    """Return the released GEAR's codec of one stream with run-time and with calibrated corrections; these are from `sample`."""
+    """Returns the released GEAR's codec of one stream with run-time and with calibrated corrections; these are from `sample`."""
     keys = role == "keys"
     codec = UniformQuant(BITS, (None, 1)) if keys else UniformQuant(BITS, (1, None), across_heads=True)
     ranked = Outliers(SHARE, "tokens" if keys else "channels", across_heads=not keys)
@@ -59,7 +59,7 @@ def stages(role: str, sample: Tensor) -> dict[str, Corrected]:
 
 
 def steps(codecs: dict[str, Corrected], x: Tensor) -> dict[str, Callable[[], object]]:
-    """Return the timed steps, on the segment `x`."""
+    """Returns the timed steps, on the segment `x`."""
     measured, known = codecs["run-time"], codecs["calibrated"]
     assert measured.outliers and measured.low_rank and known.outliers and known.low_rank
     residual = x - measured.codec.decode(measured.codec.encode(x), CHANNELS)
@@ -90,7 +90,7 @@ def steps(codecs: dict[str, Corrected], x: Tensor) -> dict[str, Callable[[], obj
 
 @torch.no_grad()
 def measure(role: str, count: int, turns: int) -> dict[str, object]:
-    """Return the milliseconds of every step, and the ratios."""
+    """Returns the milliseconds of every step, and the ratios."""
     codecs = stages(role, tokens(4 * count, 1))
     return turn_by_turn(lambda turn: steps(codecs, tokens(count, 3 + turn)), turns, RATIOS)
 

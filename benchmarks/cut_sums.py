@@ -22,12 +22,12 @@ FORMS = ("multiples", "biased", "themselves")
 
 
 def exponent(x: np.ndarray) -> np.ndarray:
-    """Return the exponents of numbers; -999 for 0."""
+    """Returns the exponents of numbers; -999 for 0."""
     return np.where(x == 0, -999, np.frexp(x)[1] - 1)
 
 
 def cut_sum(codes: np.ndarray, factors: np.ndarray, form: str) -> float:
-    """Return sum(codes * factors) as computed by these instructions, 16 products at a time, in units of a code."""
+    """Returns sum(codes * factors) as computed by these instructions, 16 products at a time, in units of a code."""
     numbers = {"multiples": codes * LEAST, "biased": codes + BIAS, "themselves": codes}[form]
     exponents = np.full(len(codes), NORMAL) if form == "multiples" else exponent(numbers)
     total = 0.0
@@ -41,7 +41,7 @@ def cut_sum(codes: np.ndarray, factors: np.ndarray, form: str) -> float:
 
 
 def lost(draw: np.random.Generator, bits: int, count: int, weights: bool) -> dict[str, float]:
-    """Return the errors of scores of `count` channels, or with `weights` of mixtures of `count` tokens.
+    """Returns the errors of scores of `count` channels, or with `weights` of mixtures of `count` tokens.
 
     Weights are e^(2 n) with n normal, and errors of mixtures are relative to their sum.
     """

@@ -29,7 +29,7 @@ RESIDUAL = 128
 
 
 def caches(model: PreTrainedModel, bits: int) -> dict[str, Cache]:
-    """Return the caches that are compared; ours twice for the A/A pair."""
+    """Returns the caches that are compared; ours twice for the A/A pair."""
     return {
         "kivi": compress(model, "kivi", bits=bits, group=32, residual=RESIDUAL),
         "kivi again": compress(model, "kivi", bits=bits, group=32, residual=RESIDUAL),
@@ -42,7 +42,7 @@ def caches(model: PreTrainedModel, bits: int) -> dict[str, Cache]:
 
 @torch.no_grad()
 def timed(model: PreTrainedModel, held: dict[str, Cache], prompt: torch.Tensor, steps: int) -> dict[str, list[float]]:
-    """Return the seconds of a step of each cache, by turn: RESIDUAL tokens after the `prompt`, decoded in turns of `steps`.
+    """Returns the seconds of a step of each cache, by turn: RESIDUAL tokens after the `prompt`, decoded in turns of `steps`.
 
     A cache that encodes every RESIDUAL tokens, or more often, encodes as often as in a long answer."""
     token = {
@@ -67,7 +67,7 @@ def timed(model: PreTrainedModel, held: dict[str, Cache], prompt: torch.Tensor, 
 
 
 def measure(model: PreTrainedModel, context: int, bits: int, batch: int, steps: int) -> dict[str, object]:
-    """Return the median tokens per second of each cache, and quartiles of the ratios within turns."""
+    """Returns the median tokens per second of each cache, and quartiles of the ratios within turns."""
     prompt = torch.randint(3, model.config.vocab_size, (batch, context), generator=torch.Generator().manual_seed(0))
     seconds = timed(model, caches(model, bits), prompt, steps)
     ratios = {

@@ -26,7 +26,7 @@ STEPS = 8  # a turn
 
 
 def caches(model: PreTrainedModel, artifact: Artifact) -> dict[str, Cache]:
-    """Return the caches by name, as in the table of docs/results/smollm2; klt, zipcache and csr with their default windows."""
+    """Returns the caches by name, as in the table of docs/results/smollm2; klt, zipcache and csr with their default windows."""
     found: dict[str, Cache] = {
         "dynamic": DynamicCache(config=model.config),
         "dynamic again": DynamicCache(config=model.config),
@@ -46,7 +46,7 @@ def caches(model: PreTrainedModel, artifact: Artifact) -> dict[str, Cache]:
 
 
 def measure(model: PreTrainedModel, artifact: Artifact, context: int) -> dict[str, dict[str, object]]:
-    """Return for each cache the milliseconds of a step, as quartiles over turns, and its time over DynamicCache's."""
+    """Returns for each cache the milliseconds of a step, as quartiles over turns, and its time over DynamicCache's."""
     prompt = torch.randint(3, model.config.vocab_size, (1, context), generator=torch.Generator().manual_seed(0))
     seconds = timed(model, caches(model, artifact), prompt, STEPS)
     dynamic = seconds["dynamic"]

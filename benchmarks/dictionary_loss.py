@@ -29,7 +29,7 @@ Vectors = dict[str, dict[int, tuple[Tensor, Tensor]]]
 
 
 def vectors(path: str, seed: int = 0) -> Vectors:
-    """Return for each stream and layer training vectors, float32 `[SAMPLES, head_dim]`, and held-out, `[HELDOUT, head_dim]`."""
+    """Returns for each stream and layer training vectors, float32 `[SAMPLES, head_dim]`, and held-out, `[HELDOUT, head_dim]`."""
     data = CaptureData(path, name="generated", sequences=48, heldout_sequences=16, seed=seed)
     model, _, corpus = data.load()
     found: dict[str, dict[int, list[Tensor]]] = {name: {} for name in STREAMS}
@@ -53,14 +53,15 @@ def vectors(path: str, seed: int = 0) -> Vectors:
 
 
 def some(x: Tensor, count: int, draw: torch.Generator) -> Tensor:
-    """Return `count` random rows of `x`."""
+    """Returns `count` random rows of `x`."""
     return x[torch.randperm(len(x), generator=draw)[:count]]
 
 
 def trained(
     found: Vectors, name: str, atoms: int, sparsity: int, chunks: int, options: DictionaryOptions
 ) -> dict[str, object]:
-    """Train a dictionary for each layer of a stream; return losses before and after, by epoch, and atoms unused in the last one."""
+    """Trains a dictionary for each layer of a stream; returns losses before and after, by epoch, and atoms unused in the last
+    one."""
     curves, dead = [], []
     for layer, pair in found[name].items():
         samples, heldout = (x.reshape(len(x) * chunks, -1) for x in pair)

@@ -51,7 +51,7 @@ def counted_launches() -> Iterator[Counter[str]]:
 
 
 def model_of(layers: int) -> LlamaForCausalLM:
-    """Return a model with `layers` layers, of which only the attention modules are used."""
+    """Returns a model with `layers` layers, of which only the attention modules are used."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 8, "intermediate_size": 8, "vocab_size": 8, "num_hidden_layers": layers}
     heads = {"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM}
@@ -59,13 +59,13 @@ def model_of(layers: int) -> LlamaForCausalLM:
 
 
 def drawn(rows: int, heads: int, tokens: int) -> Tensor:
-    """Return random queries, keys or values, bfloat16 `[rows, heads, tokens, HEAD_DIM]`."""
+    """Returns random queries, keys or values, bfloat16 `[rows, heads, tokens, HEAD_DIM]`."""
     return torch.randn(rows, heads, tokens, HEAD_DIM).bfloat16()
 
 
 @torch.no_grad()
 def step(model: LlamaForCausalLM, method: str, options: dict[str, Any], lengths: list[int]) -> dict[str, Any]:
-    """Time the steps after prompts of these `lengths`.
+    """Times the steps after prompts of these `lengths`.
 
     Returns `microseconds`, the sum of the layers' medians; `mean_microseconds`, the mean of steps that do not encode (those that
     record launches included); `launches` of most steps; `taped`, the share of layers and steps that repeat recorded launches; and

@@ -36,7 +36,7 @@ Layers = list[tuple[Tensor, Tensor, Tensor, float]]
 
 
 def layers_of(model: Any, ids: Tensor) -> Layers:
-    """Return queries, keys, values and the softmax scale of every layer for the prompt `ids [1, T]`."""
+    """Returns queries, keys, values and the softmax scale of every layer for the prompt `ids [1, T]`."""
     found: Layers = []
 
     def watched(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, scaling: float, **_: Any) -> Any:
@@ -52,7 +52,7 @@ def layers_of(model: Any, ids: Tensor) -> Layers:
 
 
 def decoded(codec: Codec, x: Tensor, step: int, layer: int) -> tuple[Tensor, int]:
-    """Return `x [1, kv_heads, T, D]` after encoding and decoding segments of `step` tokens, and the number of overflowed outliers.
+    """Returns `x [1, kv_heads, T, D]` after encoding and decoding segments of `step` tokens, and the number of overflowed outliers.
 
     Overflowed outliers are beyond a threshold, but all slots are used. Tokens of a shorter last segment are exact.
     """
@@ -69,7 +69,7 @@ def decoded(codec: Codec, x: Tensor, step: int, layer: int) -> tuple[Tensor, int
 
 
 def output(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-    """Return the causal attention output of the last `QUERIES` rows."""
+    """Returns the causal attention output of the last `QUERIES` rows."""
     group, tokens = query.shape[1] // keys.shape[1], keys.shape[2]
     keys, values = (x.repeat_interleave(group, 1) for x in (keys, values))
     later = torch.arange(tokens) > torch.arange(tokens - QUERIES, tokens)[:, None]
@@ -78,7 +78,7 @@ def output(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
 
 
 def errors(method: Gear, layers: Layers, geometry: Geometry, artifact: Artifact | None) -> dict[str, dict[str, float]]:
-    """Return the relative errors as one segment and as blocks; `overflow`: share of entries beyond a threshold without a slot."""
+    """Returns the relative errors as one segment and as blocks; `overflow`: share of entries beyond a threshold without a slot."""
     found = {}
     for name, position in (("prompt", 0), ("blocks", -1)):
         sums: dict[str, list[float]] = {part: [0.0, 0.0] for part in ("keys", "values", "output")}
@@ -102,7 +102,7 @@ def errors(method: Gear, layers: Layers, geometry: Geometry, artifact: Artifact 
 
 
 def plain(entry: MethodEntry, title: str) -> Gear | None:
-    """Return the row's method if it is one of GEAR's, else None."""
+    """Returns the row's method if it is one of GEAR's, else None."""
     method = entry.build(title)
     return method if isinstance(method, Gear) else None
 

@@ -107,7 +107,7 @@ class Watched:
 
 
 def exact_keys(store: TopTokensStore, count: int) -> Tensor:
-    """Return the first `count` exact keys of every row, from host memory, `[rows, kv_heads, count, D]`."""
+    """Returns the first `count` exact keys of every row, from host memory, `[rows, kv_heads, count, D]`."""
     pairs, table = store.host.pairs, store.host.sequences.table
     assert pairs is not None and pairs.pairs is not None
     numbers = table.numbers(torch.device("cpu"))[:, : -(-count // table.page_tokens)].long()
@@ -115,7 +115,7 @@ def exact_keys(store: TopTokensStore, count: int) -> Tensor:
 
 
 def chosen(mass: Tensor, k: int) -> Tensor:
-    """Return a bool mask of the k largest of `mass [..., tokens]`."""
+    """Returns a bool mask of the k largest of `mass [..., tokens]`."""
     best = mass.topk(min(k, mass.shape[-1]), -1).indices
     return torch.zeros_like(mass, dtype=torch.bool).scatter_(-1, best, True)
 
@@ -138,7 +138,7 @@ def feed(model: PreTrainedModel, cache: CompressedCache, prompt: Tensor, rest: T
 
 
 def measure(model: PreTrainedModel, rows: Iterable[tuple[Tensor, Tensor]], k: int, speculative: bool) -> dict[str, Any]:
-    """Return the shares of each series by layer, and the shares of right guesses."""
+    """Returns the shares of each series by layer, and the shares of right guesses."""
     sums: Sums = defaultdict(lambda: torch.zeros(4, dtype=torch.float64))
     right: list[list[Tensor]] = []
     for prompt, rest in rows:
@@ -156,7 +156,7 @@ def measure(model: PreTrainedModel, rows: Iterable[tuple[Tensor, Tensor]], k: in
 
 
 def of_guesses(right: list[list[Tensor]]) -> dict[str, float]:
-    """Return the share of right guesses, and with several steps also of those after a right and after a wrong guess."""
+    """Returns the share of right guesses, and with several steps also of those after a right and after a wrong guess."""
     shares = {"right": torch.cat([step for steps in right for step in steps])}
     pairs = [pair for steps in right for pair in pairwise(steps)]
     if pairs:
@@ -166,12 +166,12 @@ def of_guesses(right: list[list[Tensor]]) -> dict[str, float]:
 
 
 def rounded(shares: Tensor) -> list[float]:
-    """Return the shares rounded to four decimals."""
+    """Returns the shares rounded to four decimals."""
     return [round(share, 4) for share in shares.tolist()]
 
 
 def answers(path: str, cases: int) -> list[tuple[Tensor, Tensor]]:
-    """Return prompts and answers of keyed lines, one row each; an answer's last token is not fed."""
+    """Returns prompts and answers of keyed lines, one row each; an answer's last token is not fed."""
     tokenizer, rows = AutoTokenizer.from_pretrained(path), []
     for case in retrieval_cases(20, cases, LINES):
         whole = tokenizer(case.prompt + case.answer, return_tensors="pt")["input_ids"]
@@ -182,7 +182,7 @@ def answers(path: str, cases: int) -> list[tuple[Tensor, Tensor]]:
 
 @torch.no_grad()
 def greedy(model: PreTrainedModel, prompts: Tensor, steps: int) -> Tensor:
-    """Return `steps` greedily decoded tokens after prompts `[rows, n]`, int64 `[rows, steps]`, also beyond an end of text."""
+    """Returns `steps` greedily decoded tokens after prompts `[rows, n]`, int64 `[rows, steps]`, also beyond an end of text."""
     cache, tokens, found = DynamicCache(config=model.config), prompts, []
     for _ in range(steps):
         tokens = model(input_ids=tokens, past_key_values=cache, logits_to_keep=1).logits[:, -1:].argmax(-1)

@@ -26,7 +26,7 @@ polyline { fill: none; stroke-width: 2; }
 
 
 def plot(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return an SVG image of the shares of attention in `rows`, each with its task, its k and the `SERIES`."""
+    """Returns an SVG image of the shares of attention in `rows`, each with its task, its k and the `SERIES`."""
     counts = sorted({row["k"] for row in rows})
     width = LEFT + len(counts) * (WIDTH + ACROSS) - ACROSS // 2
     height = TOP + len(TASKS) * (HEIGHT + DOWN) - DOWN // 2
@@ -71,5 +71,5 @@ def panel(row: Mapping[str, Any]) -> Iterator[str]:
 
 
 def height_of(share: float) -> float:
-    """Return the distance of a share's point from the panel's top."""
+    """Returns the distance of a share's point from the panel's top."""
     return round(HEIGHT * (1 - share), 1)

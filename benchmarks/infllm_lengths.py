@@ -45,7 +45,7 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @torch.no_grad()
 def nats(model: PreTrainedModel, ids: Tensor, method: str, options: dict[str, Any]) -> list[float]:
-    """Return the negative log-likelihood in nats of each of the last SCORED tokens of `ids [1, n]`, fed in one forward."""
+    """Returns the negative log-likelihood in nats of each of the last SCORED tokens of `ids [1, n]`, fed in one forward."""
     with compress(model, method, **options) as cache:
         logits = model(ids, past_key_values=cache, logits_to_keep=SCORED + 1).logits[0, :-1].float()
     found: list[float] = functional.cross_entropy(logits, ids[0, -SCORED:], reduction="none").tolist()
@@ -54,7 +54,7 @@ def nats(model: PreTrainedModel, ids: Tensor, method: str, options: dict[str, An
 
 @torch.no_grad()
 def is_right(model: PreTrainedModel, ids: Tensor, answer: int, method: str, options: dict[str, Any]) -> bool:
-    """Return whether each of the last `answer` tokens of `ids [1, n]` is the most likely one after those before it."""
+    """Returns whether each of the last `answer` tokens of `ids [1, n]` is the most likely one after those before it."""
     with compress(model, method, **options) as cache:
         at, right = ids.shape[1] - answer, True
         logits = model(ids[:, :at], past_key_values=cache, logits_to_keep=1).logits
@@ -66,14 +66,14 @@ def is_right(model: PreTrainedModel, ids: Tensor, answer: int, method: str, opti
 
 
 def windows(tokens: np.ndarray, count: int, bos: int) -> list[Tensor]:
-    """Return `count` evenly spread windows of the longest length, `[1, max(LENGTHS)]`, each beginning with `<s>`."""
+    """Returns `count` evenly spread windows of the longest length, `[1, max(LENGTHS)]`, each beginning with `<s>`."""
     stream, size = torch.from_numpy(tokens.astype(np.int64)), max(LENGTHS) - 1
     starts = [i * (len(stream) - size) // max(1, count - 1) for i in range(count)]
     return [functional.pad(stream[start : start + size], (1, 0), value=bos)[None] for start in starts]
 
 
 def perplexities(model: PreTrainedModel, rows: list[Tensor], names: list[str]) -> dict[str, dict[str, Any]]:
-    """Return perplexity by setting and length, with the standard error of the mean nats over windows."""
+    """Returns perplexity by setting and length, with the standard error of the mean nats over windows."""
     found: dict[str, dict[str, Any]] = {name: {} for name in names}
     for length in LENGTHS:
         for name in names:
@@ -92,7 +92,7 @@ def perplexities(model: PreTrainedModel, rows: list[Tensor], names: list[str]) -
 def needles(
     model: PreTrainedModel, tokenizer: Any, running: RunningText, cases: int, names: list[str]
 ) -> dict[str, dict[str, Any]]:
-    """Return the shares of right answers by setting and length, with 95 % intervals."""
+    """Returns the shares of right answers by setting and length, with 95 % intervals."""
     found: dict[str, dict[str, Any]] = {name: {} for name in names}
     for length in LENGTHS:
         batch = needle_batch(tokenizer, SEED, cases, running, length)

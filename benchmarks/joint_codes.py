@@ -49,7 +49,7 @@ class Codes:
 
     @classmethod
     def fitted(cls, form: Form, tokens: Tensor, weights: Tensor, price: float) -> "Codes":
-        """Fit codes to `tokens [layers, 2, n, width]`, keys before RoPE and values, with `weights [layers, 2, heads, D, D]`."""
+        """Fits codes to `tokens [layers, 2, n, width]`, keys before RoPE and values, with `weights [layers, 2, heads, D, D]`."""
         streams = list[JointCodes]()
 
         def made(layer: int, stream: int, x: Tensor, known: Tensor) -> JointCodes:
@@ -63,11 +63,11 @@ class Codes:
         return cls(form, tuple(zip(streams[::2], streams[1::2], strict=True)))
 
     def at(self, price: float) -> "Codes":
-        """Return the same codes with the widths for another price of a bit."""
+        """Returns the same codes with the widths for another price of a bit."""
         return replace(self, streams=tuple((keys.at(price), values.at(price)) for keys, values in self.streams))
 
     def price(self, bits: float) -> float:
-        """Return the price of a bit at which the codes take at most `bits` per value."""
+        """Returns the price of a bit at which the codes take at most `bits` per value."""
         return price_of([own for both in self.streams for own in both], bits * self.values)
 
     @property
@@ -81,12 +81,12 @@ class Codes:
         return -(-sum(own.bits for both in self.streams for own in both) // 8)
 
     def decoded(self, tokens: Tensor) -> Tensor:
-        """Return the decoded `tokens [layers, 2, n, width]`."""
+        """Returns the decoded `tokens [layers, 2, n, width]`."""
         return closed_loop(self.form, tokens, lambda layer, stream, *_: self.streams[layer][stream])
 
 
 def closed_loop(form: Form, tokens: Tensor, codes: Made) -> Tensor:
-    """Return the decoded `tokens [layers, 2, n, width]`, layer by layer, each predicted from vectors decoded before.
+    """Returns the decoded `tokens [layers, 2, n, width]`, layer by layer, each predicted from vectors decoded before.
 
     `codes(layer, stream, x, known)` returns the code of one stream (0 keys, 1 values), given the vectors decoded before.
     """

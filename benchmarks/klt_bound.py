@@ -34,7 +34,7 @@ GAUSSIAN = torch.tensor([1, 0.3634, 0.1188, 0.03744, 0.01154, 0.00349, 0.00104, 
 
 
 def by_component(errors: Tensor, bits: float) -> float:
-    """Return the sum of `errors [n, 9]` with a free width for each component, chosen greedily at `bits` per component."""
+    """Returns the sum of `errors [n, 9]` with a free width for each component, chosen greedily at `bits` per component."""
     table, widths = errors.tolist(), [0] * len(errors)
     gains = [(row[1] - row[0], number) for number, row in enumerate(table)]
     heapq.heapify(gains)
@@ -48,7 +48,7 @@ def by_component(errors: Tensor, bits: float) -> float:
 
 
 def distances(artifact: Artifact, bits: float, rope: str) -> dict[str, object]:
-    """Return the distances in dB, and by layer also the bits per value in excess of a code at the bound."""
+    """Returns the distances in dB, and by layer also the bits per value in excess of a code at the bound."""
     found, layers = allocator(artifact, Coding(rope)).at_bits(bits), {}
     errors = {role: artifact.tensor(Coding(rope).name(role, "errors")).double() for role in ROLES}
     for role in ROLES:
@@ -80,7 +80,7 @@ CODINGS = {
 
 
 def of_codings(artifact: Artifact, bits: float) -> dict[str, float]:
-    """Return the distance of each coding in dB from the bound of the components that it codes, all together."""
+    """Returns the distance of each coding in dB from the bound of the components that it codes, all together."""
     found = {}
     for name, coding in CODINGS.items():
         energies = torch.cat(

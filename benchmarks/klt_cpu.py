@@ -63,7 +63,7 @@ TRELLIS_PAIRS = {
 
 
 def by(name: str, function: Callable[[], object]) -> Callable[[], object]:
-    """Return an entry's `function`, wrapped to run without compiled kernels if the entry is in plain torch."""
+    """Returns an entry's `function`, wrapped to run without compiled kernels if the entry is in plain torch."""
 
     def plainly() -> None:
         os.environ[VARIABLE] = "reference"
@@ -76,7 +76,7 @@ def by(name: str, function: Callable[[], object]) -> Callable[[], object]:
 
 
 def encodings(model: PreTrainedModel, artifact: Artifact, entries: Entries) -> dict[str, Callable[[], object]]:
-    """Return functions that encode a prompt's keys and values of every layer into packed words, in pieces as stores do."""
+    """Returns functions that encode a prompt's keys and values of every layer into packed words, in pieces as stores do."""
     geometry, rotation = Geometry.of(model.config), Rotation.of(model, "")
     x = torch.randn(1, geometry.kv_heads, TOKENS, geometry.head_dim, generator=torch.Generator().manual_seed(1))
     cos, sin = rotation.along(0, TOKENS, x.device)
@@ -103,7 +103,7 @@ def encodings(model: PreTrainedModel, artifact: Artifact, entries: Entries) -> d
 def steps(
     model: PreTrainedModel, artifact: Artifact, context: int, entries: Entries
 ) -> dict[str, Callable[[], object]]:
-    """Return functions that run one decode step with caches that hold `context` tokens."""
+    """Returns functions that run one decode step with caches that hold `context` tokens."""
     prompt = torch.randint(3, model.config.vocab_size, (1, context), generator=torch.Generator().manual_seed(0))
     token, found = prompt[:, :1], {}
     for name, (method, options) in entries.items():

@@ -49,7 +49,7 @@ TITLES = {
 
 
 def corpora(asked: argparse.Namespace, texts: dict[str, tuple[str, str]]) -> dict[str, list[str]]:
-    """Return by name the options of each fit's corpus.
+    """Returns by name the options of each fit's corpus.
 
     48 sequences of each text, each text also with a quarter of samples of the model, all texts together, and `generated` with other
     sizes, lengths and positions.
@@ -76,12 +76,12 @@ def corpora(asked: argparse.Namespace, texts: dict[str, tuple[str, str]]) -> dic
 
 
 def sized(sequences: int) -> list[str]:
-    """Return the options for so many sequences, all of them also used for sensitivity."""
+    """Returns the options for so many sequences, all of them also used for sensitivity."""
     return ["--data.sequences", str(sequences), "--model.sensitivity_sequences", str(sequences)]
 
 
 def fitted(name: str, options: list[str]) -> Path:
-    """Return the artifact of a corpus, fitted if it does not exist, without dictionaries, which `klt` does not read."""
+    """Returns the artifact of a corpus, fitted if it does not exist, without dictionaries, which `klt` does not read."""
     output = FOLDER / f"{''.join(c if c.isalnum() else '-' for c in name)}.calib.safetensors"
     if not output.exists():
         own = ["--output", str(output), "--model.dictionary.atoms", "0", "--trainer.logger", "false"]
@@ -90,7 +90,7 @@ def fitted(name: str, options: list[str]) -> Path:
 
 
 def measured(artifact: Path, compared: str, texts: dict[str, tuple[str, str]]) -> dict[str, dict[str, float]]:
-    """Return KL in nats per token by row and text, and the share of exact answers on 60 lines."""
+    """Returns KL in nats per token by row and text, and the share of exact answers on 60 lines."""
     rows = [
         {"name": name, "method": "klt", **options, "window": 0, "artifact": True}
         for name, options in ROWS[compared].items()
@@ -115,7 +115,7 @@ def measured(artifact: Path, compared: str, texts: dict[str, tuple[str, str]]) -
 
 
 def table(compared: str, found: dict[str, dict[str, dict[str, float]]]) -> str:
-    """Return a table with a line for each corpus and row compared."""
+    """Returns a table with a line for each corpus and row compared."""
     columns = list(next(iter(found["generated"].values())))
     lines = [
         f"| calibrated on | bits, {'RoPE' if compared == 'rope' else 'components'} | " + " | ".join(columns) + " |",
@@ -129,7 +129,7 @@ def table(compared: str, found: dict[str, dict[str, dict[str, float]]]) -> str:
 
 
 def page(compared: str, found: dict[str, dict[str, dict[str, float]]]) -> str:
-    """Return the page of docs/results/klt: the table under its title."""
+    """Returns the page of docs/results/klt: the table under its title."""
     told = "KL in nats a token, and the share of exact answers on 60 lines; by `benchmarks/klt_mismatch.py`."
     return f"# {TITLES[compared]}\n\n{told}\n\n{table(compared, found)}"
 

@@ -41,7 +41,7 @@ metadata: {{version: 1}}
 
 
 def paragraphs(text: str) -> list[list[str]]:
-    """Return the sentences of each paragraph that is no heading."""
+    """Returns the sentences of each paragraph that is no heading."""
     lines = (line.strip() for line in text.splitlines())
     return [END_OF_SENTENCE.split(line) for line in lines if line and not line.startswith("=")]
 
@@ -57,7 +57,8 @@ def last_words(found: list[list[str]], draw: random.Random) -> Iterator[dict[str
 
 
 def passage(found: list[list[str]], at: int, end: int) -> list[str]:
-    """Return the last sentences before sentence `end` of paragraph `at`, earlier paragraphs included, as many as `WORDS` allows."""
+    """Returns the last sentences before sentence `end` of paragraph `at`, earlier paragraphs included, as many as `WORDS`
+    allows."""
     sentences = [sentence for paragraph in found[at - BEFORE : at] for sentence in paragraph] + found[at][:end]
     while sum(len(sentence.split()) for sentence in sentences) > WORDS[1]:
         sentences.pop(0)
@@ -65,7 +66,7 @@ def passage(found: list[list[str]], at: int, end: int) -> list[str]:
 
 
 def shuffled(numbers: range, draw: random.Random) -> list[int]:
-    """Return all numbers in random order."""
+    """Returns all numbers in random order."""
     return draw.sample(numbers, len(numbers))
 
 

@@ -80,7 +80,7 @@ def main() -> None:
 
 
 def asked_of(prompts: Prompts, name: str, adapters: list[dict]) -> list[dict]:
-    """Return the answers of a new engine with a new server that has these stores."""
+    """Returns the answers of a new engine with a new server that has these stores."""
     port, folder = free_port(), prompts.folder
     transfer = {
         "kv_connector": "LMCacheMPConnector",

@@ -37,7 +37,7 @@ RATIOS = {
 
 
 def vectors(count: int, seed: int) -> Tensor:
-    """Return random vectors `[count, CHANNELS]`."""
+    """Returns random vectors `[count, CHANNELS]`."""
     draw = torch.Generator().manual_seed(seed)
     shared = torch.randn(64, CHANNELS, generator=torch.Generator().manual_seed(0))
     x = torch.randn(count, 64, generator=draw).relu() @ shared / 8 + 0.3 * torch.randn(count, CHANNELS, generator=draw)
@@ -54,7 +54,7 @@ class Autograd:
         self.eye, self.before = torch.eye(len(atoms)), None
 
     def residual(self, x: Tensor, sparsity: int) -> Tensor:
-        """Return x - x^, differentiable through the pursuit, or with its codes as constants."""
+        """Returns x - x^, differentiable through the pursuit, or with its codes as constants."""
         if self.known:
             index, coefficient = matching_pursuit(x, self.atoms, sparsity)
             return x - (coefficient[..., None] * self.atoms[index]).sum(1)
@@ -80,7 +80,7 @@ class Autograd:
 
 
 def ours(atoms: Tensor, sparsity: int) -> NeuralDictionary:
-    """Return calib's dictionary, starting from the same atoms."""
+    """Returns calib's dictionary, starting from the same atoms."""
     task = Task("keys.0", vectors(len(atoms), 1), vectors(8, 2), len(atoms), sparsity)
     dictionary = NeuralDictionary(task, DictionaryOptions(), 0)
     dictionary.losses.zero_()  # finite losses, so that `begin` computes no centroids
@@ -92,7 +92,7 @@ def ours(atoms: Tensor, sparsity: int) -> NeuralDictionary:
 
 
 def measure(count: int, sparsity: int, turns: int) -> dict[str, object]:
-    """Return the milliseconds of every step, and the ratios."""
+    """Returns the milliseconds of every step, and the ratios."""
     atoms = unit_rows(vectors(count, 3))
     plain, known = (Autograd(atoms, DictionaryOptions(), known) for known in (False, True))
     first, second = ours(atoms, sparsity), ours(atoms, sparsity)

@@ -48,7 +48,7 @@ WIDE = [
 
 
 def words_of(name: str, folder: Path) -> list[str]:
-    """Return the options of a fit; the model and text of `wide` are written into `folder`."""
+    """Returns the options of a fit; the model and text of `wide` are written into `folder`."""
     shared = [f"--output={OUTPUT}", "--trainer.enable_progress_bar=false", "--trainer.logger=false"]
     if name == "embedded":
         return ["--config=tiny.yaml", f"--model.path={EMBEDDED}", *shared]
@@ -63,7 +63,7 @@ def words_of(name: str, folder: Path) -> list[str]:
 
 
 def planned(words: list[str]) -> dict[str, Any]:
-    """Return the plan, made in a separate process."""
+    """Returns the plan, made in a separate process."""
     child("fit", *words, "--plan", "--plan_json=plan.json", f"--plan_batch={ROWS}", f"--plan_context={CONTEXT}")
     return json.loads(Path("plan.json").read_text())
 
@@ -94,7 +94,7 @@ def run_child(words: list[str]) -> None:
 
 
 def measured_caches(model: Path) -> dict[str, dict[str, int]]:
-    """Return the bytes of every method's cache, summed over its tensors."""
+    """Returns the bytes of every method's cache, summed over its tensors."""
     lm, artifact, found = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), Artifact.load(OUTPUT), {}
     prompt = torch.randint(3, 2000, (ROWS, CONTEXT), generator=torch.Generator().manual_seed(0))
     for name in METHODS:
@@ -106,7 +106,7 @@ def measured_caches(model: Path) -> dict[str, dict[str, int]]:
 
 
 def measure(name: str) -> dict[str, Any]:
-    """Return planned and measured figures of a fit."""
+    """Returns planned and measured figures of a fit."""
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
         words = words_of(name, Path(folder))
@@ -138,7 +138,7 @@ def measure(name: str) -> dict[str, Any]:
 
 
 def stages_of(plan: dict[str, Any]) -> dict[str, float]:
-    """Return the planned seconds by stage, with the time of writing its checkpoints included."""
+    """Returns the planned seconds by stage, with the time of writing its checkpoints included."""
     stages, saves = dict(plan["seconds"]["stages"]), {one["stage"]: one["checkpoints"] for one in plan["passes"]}
     writing, grouping = stages.pop("checkpoints"), stages.pop("layer groups")
     for one, count in saves.items():
@@ -148,13 +148,13 @@ def stages_of(plan: dict[str, Any]) -> dict[str, float]:
 
 
 def pair(told: float | list[float], found: float) -> dict[str, Any]:
-    """Return planned figures (for times before and after the fit), the measured one, and planned over measured."""
+    """Returns planned figures (for times before and after the fit), the measured one, and planned over measured."""
     many = told if isinstance(told, list) else [told]
     return {"planned": [round(x, 2) for x in many], "measured": found, "ratio": [round(x / found, 3) for x in many]}
 
 
 def table(run: dict[str, Any]) -> list[str]:
-    """Return the run as a Markdown table, with planned over measured figures."""
+    """Returns the run as a Markdown table, with planned over measured figures."""
     rows = ["| | planned | measured | planned / measured |", "|---|---|---|---|"]
     for name, found in run.items():
         for kind in ("artifact_bytes", "checkpoint_bytes", "host_bytes"):
@@ -168,13 +168,13 @@ def table(run: dict[str, Any]) -> list[str]:
 
 
 def line(name: str, one: dict[str, Any], form: str) -> str:
-    """Return a row of the table; for times with both plans."""
+    """Returns a row of the table; for times with both plans."""
     told = " and ".join(f"{x:{form}}" for x in one["planned"])
     return f"| {name} | {told} | {one['measured']:{form}} | {' and '.join(f'{x:.2f}' for x in one['ratio'])} |"
 
 
 def example() -> list[str]:
-    """Return the lines that `calib fit --plan` prints for the embedded model, as a code block."""
+    """Returns the lines that `calib fit --plan` prints for the embedded model, as a code block."""
     command_line = "from calib.cli import main; main(['fit', '--config=tiny.yaml', '--plan'])"
     run = f"import torch; torch.set_num_threads({THREADS}); {command_line}"
     words = [sys.executable, "-c", run]

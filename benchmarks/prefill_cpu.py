@@ -42,7 +42,7 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @torch.no_grad()
 def prefill(model: PreTrainedModel, ids: Tensor, method: str | None) -> float:
-    """Return the seconds of one prompt with a new cache of `method`; None: DynamicCache."""
+    """Returns the seconds of one prompt with a new cache of `method`; None: DynamicCache."""
     if method is None:
         cache = DynamicCache(config=model.config)
         start = time.perf_counter()
@@ -56,7 +56,7 @@ def prefill(model: PreTrainedModel, ids: Tensor, method: str | None) -> float:
 
 
 def measure(model: PreTrainedModel, tokens: int, turns: int) -> dict[str, object]:
-    """Return the ratios of every method's time to DynamicCache's."""
+    """Returns the ratios of every method's time to DynamicCache's."""
     ids = torch.randint(3, model.config.vocab_size, (1, tokens), generator=torch.Generator().manual_seed(0))
     names: list[str | None] = [None, None, *METHODS]
     ratios: dict[str, list[float]] = {"dynamic again": [], **{name: [] for name in METHODS}}
@@ -104,7 +104,7 @@ class Peak(TorchDispatchMode):
 
 
 def scoring_memory(tokens: int, share: float, dtype: torch.dtype) -> dict[str, object]:
-    """Return the peak bytes of scoring with the last `share` of a prompt's rows."""
+    """Returns the peak bytes of scoring with the last `share` of a prompt's rows."""
     draw = torch.Generator().manual_seed(0)
     query, keys = (torch.randn(1, heads, tokens, 128, generator=draw).to(dtype) for heads in (32, 8))
     probes = torch.arange(tokens - int(share * tokens), tokens)

@@ -16,7 +16,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def load(name: str) -> PreTrainedModel:
-    """Return the model in a folder, or `wide`: random weights with the KV shape of an 8B model, 2 layers; float32."""
+    """Returns the model in a folder, or `wide`: random weights with the KV shape of an 8B model, 2 layers; float32."""
     if name != "wide":
         return AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).eval()
     torch.manual_seed(0)
@@ -26,7 +26,7 @@ def load(name: str) -> PreTrainedModel:
 
 
 def quartiles(values: list[float]) -> list[float]:
-    """Return lower quartile, median and upper quartile."""
+    """Returns lower quartile, median and upper quartile."""
     return [round(value, 3) for value in statistics.quantiles(values, n=4)]
 
 
@@ -42,7 +42,7 @@ def turn_by_turn(
     warm: int = 2,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, dict[str, list[float]]]:
-    """Time every step of `steps(turn)` in every turn, in another order each turn.
+    """Times every step of `steps(turn)` in every turn, in another order each turn.
 
     Returns quartiles of the milliseconds of every step, and of `ratios` (numerator, denominator) within turns. All steps run in one
     process, so that other load slows both sides of a ratio. The first `warm` turns are not kept. `clock`: `time.process_time`

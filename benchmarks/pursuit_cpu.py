@@ -56,7 +56,7 @@ PAGES = {"as it comes / large": ("as it comes", "large")}
 
 
 def loop_torch(x: Tensor, atoms: Tensor) -> tuple[Tensor, Tensor]:
-    """Run matching pursuit one vector at a time: one product with the dictionary and one argmax per step."""
+    """Runs matching pursuit one vector at a time: one product with the dictionary and one argmax per step."""
     index, coefficient = torch.empty(len(x), SPARSITY, dtype=torch.int64), torch.empty(len(x), SPARSITY)
     for row, vector in enumerate(x):
         residual = vector.clone()
@@ -69,7 +69,7 @@ def loop_torch(x: Tensor, atoms: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def loop_numpy(x: np.ndarray, atoms: np.ndarray, gram: bool = False) -> tuple[Tensor, Tensor]:
-    """Run the same in numpy; with `gram`, correlations are updated with rows of the Gram matrix."""
+    """Runs the same in numpy; with `gram`, correlations are updated with rows of the Gram matrix."""
     index, coefficient = np.empty((len(x), SPARSITY), np.int64), np.empty((len(x), SPARSITY), np.float32)
     matrix = atoms @ atoms.T if gram else None
     for row, vector in enumerate(x):
@@ -86,7 +86,7 @@ def loop_numpy(x: np.ndarray, atoms: np.ndarray, gram: bool = False) -> tuple[Te
 
 
 def steps(x: Tensor, atoms: Tensor) -> dict[str, Callable[[], object]]:
-    """Return the timed steps, on the vectors `x`."""
+    """Returns the timed steps, on the vectors `x`."""
     array, table = x.numpy(), atoms.numpy()
     columns, targets = np.asfortranarray(table.T), np.asfortranarray(array.T)
     return {
@@ -103,12 +103,12 @@ def steps(x: Tensor, atoms: Tensor) -> dict[str, Callable[[], object]]:
 
 
 def mean_error(x: Tensor, restored: Tensor) -> float:
-    """Return the mean of |x - x^|^2 / |x|^2."""
+    """Returns the mean of |x - x^|^2 / |x|^2."""
     return float(((x - restored).square().sum(-1) / x.square().sum(-1)).mean())
 
 
 def compare(x: Tensor, atoms: Tensor) -> dict[str, float]:
-    """Return the error of every step's result; exits if steps of the same pursuit have different errors."""
+    """Returns the error of every step's result; exits if steps of the same pursuit have different errors."""
     errors = {}
     for name, step in steps(x, atoms).items():
         answer = step()
@@ -126,7 +126,7 @@ def compare(x: Tensor, atoms: Tensor) -> dict[str, float]:
 
 
 def measure(vectors: int, count: int, turns: int) -> dict[str, object]:
-    """Return the milliseconds of every step, and the ratios."""
+    """Returns the milliseconds of every step, and the ratios."""
     draw = torch.Generator().manual_seed(0)
     atoms = normalize(torch.randn(count, WIDTH, generator=draw), dim=-1)
     errors = compare(torch.randn(min(vectors, 256), WIDTH, generator=draw), atoms)
@@ -135,7 +135,7 @@ def measure(vectors: int, count: int, turns: int) -> dict[str, object]:
 
 
 def pages(turns: int) -> list[dict[str, object]]:
-    """Time a Gram matrix written to new memory of torch, and to that of `empty_large`; return milliseconds and their ratio."""
+    """Times a Gram matrix written to new memory of torch, and to that of `empty_large`; returns milliseconds and their ratio."""
     rows: list[dict[str, object]] = []
     for count in (2048, 4096, 8192):
         atoms = normalize(torch.randn(count, WIDTH), dim=-1)
@@ -148,7 +148,7 @@ def pages(turns: int) -> list[dict[str, object]]:
 
 
 def forms(vectors: int, turns: int) -> list[dict[str, object]]:
-    """Time both forms for several numbers of atoms and widths; return also which one `gram_is_cheaper` chooses."""
+    """Times both forms for several numbers of atoms and widths; returns also which one `gram_is_cheaper` chooses."""
     rows: list[dict[str, object]] = []
     for width in (64, 128):
         for count in (512, 1024, 2048, 4096, 8192):
@@ -167,7 +167,7 @@ def forms(vectors: int, turns: int) -> list[dict[str, object]]:
 
 
 def made_up() -> dict[str, tuple[Tensor, Tensor]]:
-    """Return vectors and atoms: normal ones, and ones in 64 clusters."""
+    """Returns vectors and atoms: normal ones, and ones in 64 clusters."""
     draw = torch.Generator().manual_seed(1)
     centres = 2 * torch.randn(64, 64, generator=draw)
     clusters = centres.repeat(40, 1) + torch.randn(2560, 64, generator=draw)
@@ -176,7 +176,7 @@ def made_up() -> dict[str, tuple[Tensor, Tensor]]:
 
 
 def of_the_model() -> dict[str, tuple[Tensor, Tensor]]:
-    """Return each layer's keys before RoPE and halves of values for sampled text, with 256 centroids per head of other vectors."""
+    """Returns each layer's keys before RoPE and halves of values for sampled text, with 256 centroids per head of other vectors."""
     model = load(MODEL)
     config = model.config
     found: dict[str, list[Tensor]] = {}
@@ -200,7 +200,7 @@ def of_the_model() -> dict[str, tuple[Tensor, Tensor]]:
 
 
 def errors() -> list[dict[str, object]]:
-    """Return the mean relative squared errors of both pursuits at 4, 8 and 16 pairs."""
+    """Returns the mean relative squared errors of both pursuits at 4, 8 and 16 pairs."""
     rows = []
     for name, (x, atoms) in {**made_up(), **of_the_model()}.items():
         for sparsity in (4, 8, 16):

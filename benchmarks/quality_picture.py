@@ -41,7 +41,7 @@ class Picture:
         return HERE.parent / f"docs/images/{self.name}.svg"
 
     def measured(self) -> dict[str, tuple[float | None, float]]:
-        """Return marginal bits (None if unknown) and KL of every method of the run."""
+        """Returns marginal bits (None if unknown) and KL of every method of the run."""
         cells = json.loads((HERE / f"results/{self.run}.json").read_text())["cells"]
         return {
             cell["name"]: (cell["sizes"]["marginal_bits"], cell["figures"]["kl"])
@@ -100,12 +100,12 @@ MOST_BITS = 5.5
 
 
 def x_of(bits: float) -> float:
-    """Return the x coordinate of `bits`, linear."""
+    """Returns the x coordinate of `bits`, linear."""
     return LEFT + bits / MOST_BITS * (RIGHT - LEFT)
 
 
 def y_of(kl: float, ends: tuple[float, float]) -> float:
-    """Return the y coordinate of `kl`, logarithmic between `ends`."""
+    """Returns the y coordinate of `kl`, logarithmic between `ends`."""
     low, high = map(math.log, ends)
     return BOTTOM - (math.log(kl) - low) / (high - low) * (BOTTOM - TOP)
 

@@ -42,7 +42,7 @@ Pair = tuple[Tensor, Tensor]
 
 
 def tokens(count: int, seed: int) -> Pair:
-    """Return random keys and values `[1, HEADS, count, CHANNELS]`."""
+    """Returns random keys and values `[1, HEADS, count, CHANNELS]`."""
     draw = torch.Generator().manual_seed(seed)
     keys, values = (torch.randn(1, HEADS, count, CHANNELS, generator=draw) for _ in range(2))
     keys[..., 3::40] *= 8
@@ -51,7 +51,7 @@ def tokens(count: int, seed: int) -> Pair:
 
 
 def encoders(bits: int) -> dict[str, tuple[Callable[[Tensor], object], ...]]:
-    """Return for each side the functions that encode keys and values."""
+    """Returns for each side the functions that encode keys and values."""
 
     def ours(group: tuple[int, int]) -> Callable[[Tensor], object]:
         codec = UniformQuant(bits, group)
@@ -79,7 +79,7 @@ def encoders(bits: int) -> dict[str, tuple[Callable[[Tensor], object], ...]]:
 
 
 def errors(bits: int, pair: Pair) -> dict[str, list[float]]:
-    """Return each side's relative errors of keys and values after decoding; exits if those of values differ too much."""
+    """Returns each side's relative errors of keys and values after decoding; exits if those of values differ too much."""
     found = {}
     for name, encode in encoders(bits).items():
         restored = []
@@ -102,7 +102,7 @@ def errors(bits: int, pair: Pair) -> dict[str, list[float]]:
 
 @torch.no_grad()
 def measure(count: int, bits: int, turns: int) -> dict[str, object]:
-    """Return the relative errors, the milliseconds of every step, and the ratios."""
+    """Returns the relative errors, the milliseconds of every step, and the ratios."""
 
     def run(turns: int, ratios: dict[str, tuple[str, str]]) -> dict[str, dict[str, list[float]]]:
         names = {name for pair in ratios.values() for name in pair}

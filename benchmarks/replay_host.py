@@ -53,7 +53,7 @@ class Nothing:
 
 
 def model_of(layers: int = LAYERS, head_dim: int = 32) -> LlamaForCausalLM:
-    """Return a model with `layers` tiny layers."""
+    """Returns a model with `layers` tiny layers."""
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=2 * head_dim,
@@ -70,7 +70,7 @@ def model_of(layers: int = LAYERS, head_dim: int = 32) -> LlamaForCausalLM:
 def steps(
     model: LlamaForCausalLM, method: str, options: dict[str, Any], lengths: list[int], count: int
 ) -> list[float | None]:
-    """Return the microseconds of `count` steps after prompts of these `lengths`; None for a step that is not replayed."""
+    """Returns the microseconds of `count` steps after prompts of these `lengths`; None for a step that is not replayed."""
     ids = torch.randint(3, 100, (len(lengths), max(lengths)), generator=torch.Generator().manual_seed(1))
     mask = (torch.arange(max(lengths)) >= max(lengths) - torch.tensor(lengths)[:, None]).long()
     token, found = torch.full((len(lengths), 1), 5), list[float | None]()
@@ -88,20 +88,20 @@ def steps(
 
 
 def microseconds(model: LlamaForCausalLM, method: str, lengths: list[int]) -> list[float]:
-    """Return quartiles of the microseconds of replayed steps, without the first ones."""
+    """Returns quartiles of the microseconds of replayed steps, without the first ones."""
     taken = steps(model, method, METHODS[method], lengths, STEPS)
     return quartiles([own for number, own in enumerate(taken) if own is not None and number > 10])
 
 
 def replayed(model: LlamaForCausalLM, method: str, options: dict[str, Any], lengths: list[int]) -> float:
-    """Return the share of replayed steps in a long generation."""
+    """Returns the share of replayed steps in a long generation."""
     taken = steps(model, method, options, lengths, COUNTED)
     return round(1 - taken.count(None) / COUNTED, 3)
 
 
 @torch.inference_mode()
 def room(model: LlamaForCausalLM, method: str, options: dict[str, Any]) -> float:
-    """Return the bytes of a cache of `HELD` tokens with graphs, over its bytes without."""
+    """Returns the bytes of a cache of `HELD` tokens with graphs, over its bytes without."""
     ids = torch.randint(3, 100, (1, HELD), generator=torch.Generator().manual_seed(1))
     artifact, found = made_up(model, sized=True) if method == "klt" else None, []
     for graphs in (True, False):

@@ -32,7 +32,7 @@ class Prompts:
         self._first: list[str] | None = None
 
     def ask(self, name: str, transfer: dict, **arguments: int) -> list[dict]:
-        """Return the answers of a new engine with this `--kv-transfer-config`, and further arguments of vLLM."""
+        """Returns the answers of a new engine with this `--kv-transfer-config`, and further arguments of vLLM."""
         answers = self.folder / f"{name}.json"
         given = json.dumps({"kv_transfer_config": transfer, **arguments})
         command = [sys.executable, ROOT / "benchmarks/vllm_engine.py", MODEL, given]
@@ -51,7 +51,7 @@ class Prompts:
         return json.loads(answers.read_text())
 
     def row(self, name: str, answers: list[dict], wanted: int) -> dict:
-        """Return the counts of a run's answers; `same_answers` compares them with those of the first run counted.
+        """Returns the counts of a run's answers; `same_answers` compares them with those of the first run counted.
 
         Raises SystemExit if the number of a prompt's tokens that came from a cache is not `wanted`.
         """

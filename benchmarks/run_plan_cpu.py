@@ -28,7 +28,7 @@ Numbers = dict[str, Any]
 
 
 def evaluated() -> Numbers:
-    """Return for the evaluation planned over measured cache bytes of every row and column, and the seconds of every column."""
+    """Returns for the evaluation planned over measured cache bytes of every row and column, and the seconds of every column."""
     request = read_request(["eval/quick.yaml"], [])
     before = make_eval_plan(request)
     prepared = evaluation.prepare(request)
@@ -46,7 +46,7 @@ def evaluated() -> Numbers:
 
 
 def benched() -> Numbers:
-    """Return for the bench planned over measured cache bytes and peak memory of every row and context, and the seconds in all."""
+    """Returns for the bench planned over measured cache bytes and peak memory of every row and context, and the seconds in all."""
     request = read_bench(["bench/quick.yaml"], [])
     before = make_bench_plan(request)
     model = bench_model.prepare(request)
@@ -64,7 +64,7 @@ def benched() -> Numbers:
 
 
 def seconds(plans: list[Numbers], taken: dict[str, float]) -> Numbers:
-    """Return by part the seconds planned before and after, those measured, and measured over planned."""
+    """Returns by part the seconds planned before and after, those measured, and measured over planned."""
     found = {}
     for name, measured in {**taken, "all": sum(taken.values())}.items():
         told = [plan["seconds"]["total"] if name == "all" else plan["seconds"]["stages"][name] for plan in plans]
@@ -74,12 +74,12 @@ def seconds(plans: list[Numbers], taken: dict[str, float]) -> Numbers:
 
 
 def span(values: list[float]) -> list[float]:
-    """Return the least and the largest value."""
+    """Returns the least and the largest value."""
     return [round(min(values), 3), round(max(values), 3)]
 
 
 def run() -> Numbers:
-    """Return the results of both, with lists shortened to their least and largest value."""
+    """Returns the results of both, with lists shortened to their least and largest value."""
     both = {"eval": evaluated(), "bench": benched()}
     return {
         name: {key: span(value) if isinstance(value, list) else value for key, value in found.items()}

@@ -62,7 +62,7 @@ class Watched:
 
 
 def answer_tokens(tokenizer: PreTrainedTokenizerFast, case: RetrievalCase) -> tuple[Tensor, list[int]]:
-    """Return the token ids `[1, T]` of a prompt, and the positions of the number that it asks for."""
+    """Returns the token ids `[1, T]` of a prompt, and the positions of the number that it asks for."""
     encoded = tokenizer(case.prompt, return_tensors="pt", return_offsets_mapping=True, return_token_type_ids=False)
     question = case.prompt.rsplit("\n", 1)[1]
     start = case.prompt.index(question + case.answer) + len(question)
@@ -72,13 +72,13 @@ def answer_tokens(tokenizer: PreTrainedTokenizerFast, case: RetrievalCase) -> tu
 
 
 def kept(order: Tensor, asked: Tensor, count: int) -> Tensor:
-    """Return the part of the attention `asked [kv_heads, T]` on the first `count` tokens of `order [kv_heads, T]`, and its sum."""
+    """Returns the part of the attention `asked [kv_heads, T]` on the first `count` tokens of `order [kv_heads, T]`, and its sum."""
     return torch.stack([asked.gather(1, order[:, :count]).sum(), asked.sum()])
 
 
 @torch.no_grad()
 def measure(model: PreTrainedModel, watched: Watched, tokenizer: Any, cases: list[RetrievalCase]) -> dict[str, float]:
-    """Return for every rule, and for H2O's budgets, the share of the attention to the answers on the tokens kept."""
+    """Returns for every rule, and for H2O's budgets, the share of the attention to the answers on the tokens kept."""
     found: dict[str, Tensor] = {}
     for case in cases:
         ids, positions = answer_tokens(tokenizer, case)
@@ -105,7 +105,8 @@ def measure(model: PreTrainedModel, watched: Watched, tokenizer: Any, cases: lis
 
 
 def heavy_recent(order: Tensor, budget: float) -> tuple[Tensor, int]:
-    """Return H2O's order, the newest tokens of half a budget before the rest of `order [kv_heads, T]`, and the budget in tokens."""
+    """Returns H2O's order, the newest tokens of half a budget before the rest of `order [kv_heads, T]`, and the budget in
+    tokens."""
     total = order.shape[1]
     half = share_of(budget / 2, total)
     older = torch.stack([row[row < total - half] for row in order])

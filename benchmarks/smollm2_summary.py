@@ -24,7 +24,7 @@ Cells = Mapping[str, Mapping[str, Any]]  # a method's cells by column
 
 
 def short_cells(cells: Cells) -> dict[str, str]:
-    """Return a row of the main table, after 256 tokens."""
+    """Returns a row of the main table, after 256 tokens."""
     lines, text = cells["20 lines"]["figures"], cells["perplexity"]["figures"]
     agreement = {name: cells[f"agreement on {name}"]["figures"] for name in TEXTS}
     sizes = cells["perplexity"]["sizes"]
@@ -39,7 +39,7 @@ def short_cells(cells: Cells) -> dict[str, str]:
 
 
 def other_text_cells(cells: Cells) -> dict[str, str]:
-    """Return a row of the table with an artifact fitted on stories; in brackets the KL of the main table."""
+    """Returns a row of the table with an artifact fitted on stories; in brackets the KL of the main table."""
     table = json.loads((RESULTS / "smollm2.json").read_text())["cells"]
     usual = {(cell["name"], cell["column"]): cell["figures"] for cell in table}
     return {
@@ -50,12 +50,12 @@ def other_text_cells(cells: Cells) -> dict[str, str]:
 
 
 def kl_cells(columns: Mapping[str, str], cells: Cells) -> dict[str, str]:
-    """Return a row with the KL of `columns`, given by the names shown."""
+    """Returns a row with the KL of `columns`, given by the names shown."""
     return {f"KL, {name}": f"{cells[column]['figures']['kl']:.4f}" for name, column in columns.items()}
 
 
 def perplexity_cells(cells: Cells) -> dict[str, str]:
-    """Return a row with the perplexity, and its increase over the full cache's."""
+    """Returns a row with the perplexity, and its increase over the full cache's."""
     run = json.loads((RESULTS / "smollm2_perplexity.json").read_text())
     full = next(cell for cell in run["cells"] if cell["method"] == "full")["figures"]["perplexity"]
     found = cells["perplexity"]["figures"]["perplexity"]
@@ -67,7 +67,7 @@ def perplexity_cells(cells: Cells) -> dict[str, str]:
 
 
 def trellis_cells(cells: Cells) -> dict[str, str]:
-    """Return a row of the table of sizes, predictions and trellis-coded levels; in brackets the 95 % interval."""
+    """Returns a row of the table of sizes, predictions and trellis-coded levels; in brackets the 95 % interval."""
     found = {text: cells[f"agreement on {text}"]["figures"] for text in TEXTS[:2]}
     return {
         **{
@@ -80,7 +80,7 @@ def trellis_cells(cells: Cells) -> dict[str, str]:
 
 
 def long_cells(cells: Cells) -> dict[str, str]:
-    """Return a row of the table after thousands of tokens; unmeasured cells are empty."""
+    """Returns a row of the table after thousands of tokens; unmeasured cells are empty."""
     found = {length: cells[length]["figures"] if length in cells else None for length in LENGTHS}
     return {
         **{f"KL, {length}": f"{figures['kl']:.4f}" if figures else "" for length, figures in found.items()},
@@ -93,7 +93,7 @@ def long_cells(cells: Cells) -> dict[str, str]:
 
 
 def last_word_cells(cells: Cells) -> dict[str, str]:
-    """Return a row of lm-eval's task `last_word`."""
+    """Returns a row of lm-eval's task `last_word`."""
     found = cells["last_word"]["figures"]
     return {
         "accuracy": f"{found['accuracy']:.2f} ({found['accuracy_low']:.2f}-{found['accuracy_high']:.2f})",
@@ -103,7 +103,7 @@ def last_word_cells(cells: Cells) -> dict[str, str]:
 
 
 def short_prompt_cells(cells: Cells) -> dict[str, str]:
-    """Return a row of the table of a long answer to a short prompt."""
+    """Returns a row of the table of a long answer to a short prompt."""
     found = cells[SHORT]["figures"]
     return {
         "perplexity": f"{cells['perplexity']['figures']['perplexity']:.2f}",
@@ -190,7 +190,7 @@ TABLES: dict[str, tuple[str, Callable[[Mapping[str, Any]], Iterator[list[str]]]]
 
 
 def page(text: str) -> str:
-    """Return `text` with the runs' tables between their markers."""
+    """Returns `text` with the runs' tables between their markers."""
     for name, (run, rows_of) in TABLES.items():
         first, last = f"<!-- {name} -->", f"<!-- end of {name} -->"
         before, rest = text.split(first)

@@ -35,7 +35,7 @@ RATIOS = {
 
 
 def caches(model: PreTrainedModel, k: int) -> dict[str, CompressedCache]:
-    """Return the timed caches by name; the two-token step twice for the A/A pair."""
+    """Returns the timed caches by name; the two-token step twice for the A/A pair."""
     return {
         "speculative": compress(model, "specache", k=k, **LOW),
         "late": compress(model, "specache", k=k, speculative=False, **LOW),
@@ -48,7 +48,7 @@ def caches(model: PreTrainedModel, k: int) -> dict[str, CompressedCache]:
 
 @torch.no_grad()
 def measure(model: PreTrainedModel, context: int, batch: int, k: int, turns: int, steps: int) -> dict[str, object]:
-    """Return the milliseconds of `steps` steps after `context` random tokens, and the ratios."""
+    """Returns the milliseconds of `steps` steps after `context` random tokens, and the ratios."""
     held = caches(model, k)
     prompt = torch.randint(3, model.config.vocab_size, (batch, context), generator=torch.Generator().manual_seed(0))
     tokens = {

@@ -45,7 +45,7 @@ RATIOS = {
 
 
 def checked(codec: Codec, chunk: Tensor) -> float:
-    """Return the relative error of a decoded chunk; raises SystemExit if two pieces decode to other bits."""
+    """Returns the relative error of a decoded chunk; raises SystemExit if two pieces decode to other bits."""
     found = codec.decode(codec.encode(chunk, START))
     half = chunk.shape[2] // 2
     parts = [
@@ -58,7 +58,7 @@ def checked(codec: Codec, chunk: Tensor) -> float:
 
 
 def steps(codec: Codec, chunk: Tensor) -> dict[str, Callable[[], object]]:
-    """Return the timed steps."""
+    """Returns the timed steps."""
     blob, out = codec.encode(chunk, START), torch.empty_like(chunk)
     return {
         "encode": lambda: codec.encode(chunk, START),
@@ -69,7 +69,7 @@ def steps(codec: Codec, chunk: Tensor) -> dict[str, Callable[[], object]]:
 
 
 def measure(artifact: Artifact, chunk: Tensor, bits: list[float], turns: int) -> list[dict[str, object]]:
-    """Return a row for each form and budget."""
+    """Returns a row for each form and budget."""
     rows = list[dict[str, object]]()
     for form, options in FORMS.items():
         nearest = 0.0

@@ -26,12 +26,12 @@ MODELS = {
 
 
 def run(name: str) -> Any:
-    """Return the content of a file of `benchmarks/results`."""
+    """Returns the content of a file of `benchmarks/results`."""
     return json.loads((RESULTS / name).read_text())
 
 
 def profile_table(model: str) -> list[str]:
-    """Return a table of KL, agreement and answers by profile, budget and text; no answers if the uncompressed model gives none."""
+    """Returns a table of KL, agreement and answers by profile, budget and text; no answers if the uncompressed model gives none."""
     found = run(f"storage_profile.{model}.json")
     texts = [text.split("=")[0] for text in found["text"]]
     told = "{:.2f}".format if found["exact_answers"] else lambda share: ""
@@ -52,7 +52,7 @@ def profile_table(model: str) -> list[str]:
 
 
 def break_even_table() -> list[str]:
-    """Return a table of times and link speeds by model."""
+    """Returns a table of times and link speeds by model."""
     lines = [
         "| KV shape | codes | bits | bytes a token (16 bits) | encode, MB/s | decode, MB/s | store below, Gbit/s | load below "
         "| move below |",

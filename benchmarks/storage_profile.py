@@ -65,7 +65,7 @@ EVERY = 2  # the forms are fitted on one token in so many
 
 
 def text_of(path: Path) -> str:
-    """Return a file's text; of HumanEval the prompts with their solutions, of TinyStories the stories without separators."""
+    """Returns a file's text; of HumanEval the prompts with their solutions, of TinyStories the stories without separators."""
     if path.suffix == ".gz":
         rows = map(json.loads, gzip.decompress(path.read_bytes()).decode().splitlines())
         return "\n\n".join(row["prompt"] + row["canonical_solution"] for row in rows)
@@ -73,7 +73,7 @@ def text_of(path: Path) -> str:
 
 
 def sequences(tokenizer: object, path: Path, length: int, count: int) -> Tensor:
-    """Return token sequences, int64 `[count, length]`, evenly spread over the text."""
+    """Returns token sequences, int64 `[count, length]`, evenly spread over the text."""
     ids = tokenizer(text_of(path), return_tensors="pt").input_ids[0]  # type: ignore[operator]
     starts = torch.linspace(0, len(ids) - length, count).long()
     return torch.stack([ids[start : start + length] for start in starts.tolist()])
@@ -165,35 +165,35 @@ class Asked:
         return self.model(self.question, past_key_values=cache).logits.float().log_softmax(-1)
 
     def compared(self, chunks: Tensor) -> tuple[float, float]:
-        """Return the KL, and the share of equal most likely tokens, with `chunks` instead of the uncompressed prefixes."""
+        """Returns the KL, and the share of equal most likely tokens, with `chunks` instead of the uncompressed prefixes."""
         found = self._behind(chunks)
         same = (found.argmax(-1) == self.said.argmax(-1)).float().mean()
         return float((self.said.exp() * (self.said - found)).sum(-1).mean()), float(same)
 
     def answered(self, chunks: Tensor, tokens: int) -> bool:
-        """Return whether each of the only row's last `tokens` is the most likely token, with `chunks` as the prefix."""
+        """Returns whether each of the only row's last `tokens` is the most likely token, with `chunks` as the prefix."""
         return torch.equal(self._behind(chunks)[0, -tokens - 1 : -1].argmax(-1), self.question[0, -tokens:])
 
     def _behind(self, chunks: Tensor) -> Tensor:
-        """Return the predictions with `chunks` as the prefixes, except for their first tokens, which are exact."""
+        """Returns the predictions with `chunks` as the prefixes, except for their first tokens, which are exact."""
         return self._predictions(torch.cat([self.chunks[:, :, :, :SINKS], chunks[:, :, :, SINKS:]], 3))
 
     def turned(self, chunks: Tensor, sign: int) -> Tensor:
-        """Return the chunks with keys rotated (sign 1) or unrotated (-1) by RoPE."""
+        """Returns the chunks with keys rotated (sign 1) or unrotated (-1) by RoPE."""
         cos, sin = self.turn
         keys = chunks[:, 0].unflatten(-1, (self.heads, -1)).transpose(2, 3)  # [rows, layers, heads, tokens, D]
         keys = Rotation.rotated(keys, cos, sign * sin).transpose(2, 3).flatten(3)
         return torch.stack([keys, chunks[:, 1]], 1)
 
     def by_codec(self, codec: Codec) -> tuple[Tensor, float]:
-        """Return the chunks decoded by `codec`, and the bytes per token without header and exact tokens."""
+        """Returns the chunks decoded by `codec`, and the bytes per token without header and exact tokens."""
         blobs = [codec.encode(chunk, 0) for chunk in self.chunks]
         apart = codec.size(PREFIX, 0, self.chunks.dtype) - PREFIX * codec.bytes_per_token
         found = torch.stack([codec.decode(blob) for blob in blobs])
         return found, sum(len(blob) - apart for blob in blobs) / PREFIX / len(blobs)
 
     def by_codes(self, codes: Codes) -> tuple[Tensor, float]:
-        """Return the chunks decoded by `codes`, and the bytes per token."""
+        """Returns the chunks decoded by `codes`, and the bytes per token."""
         plain = self.turned(self.chunks, -1).permute(2, 1, 0, 3, 4)  # [layers, 2, rows, tokens, width]
         found = codes.decoded(plain.flatten(2, 3)).unflatten(2, plain.shape[2:4])
         return self.turned(found.permute(2, 1, 0, 3, 4), 1), codes.bytes_per_token
@@ -214,7 +214,7 @@ def of_form(form: Form, fit: Fit, bits: list[float], once: float | None = None) 
 
 
 def share(rows: list[dict], form: str, text: str) -> dict[str, float]:
-    """Return by `Codec`'s budgets the bytes of the form over `Codec`'s at equal KL; only if the form's KLs include `Codec`'s."""
+    """Returns by `Codec`'s budgets the bytes of the form over `Codec`'s at equal KL; only if the form's KLs include `Codec`'s."""
     own = sorted((row["kl"][text], row["bytes_per_token"][text]) for row in rows if row["form"] == form)
     found = {}
     for row in rows:
@@ -304,7 +304,7 @@ def main() -> None:
 
 
 def sizes_of(asked: argparse.Namespace) -> dict[str, object]:
-    """Return the run's arguments for its file."""
+    """Returns the run's arguments for its file."""
     names = [text.split("=", 1)[0] + "=" + Path(text).name for text in asked.text]
     sizes = {"sequences": asked.sequences, "differentiated": asked.differentiated, "rows_of_a_text": asked.rows}
     return {

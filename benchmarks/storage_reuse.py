@@ -32,14 +32,14 @@ SIZES = (1, 4, 16, 256)
 
 
 def prefix_chunk(model: PreTrainedModel, ids: Tensor) -> Tensor:
-    """Return the model's keys and values of a prefix as a chunk `[2, layers, tokens, kv_heads * head_dim]`."""
+    """Returns the model's keys and values of a prefix as a chunk `[2, layers, tokens, kv_heads * head_dim]`."""
     layers = model(ids, use_cache=True, logits_to_keep=1).past_key_values.layers
     both = [torch.stack([getattr(layer, name)[0] for layer in layers]) for name in ("keys", "values")]
     return torch.stack(both).transpose(2, 3).flatten(3).contiguous()
 
 
 def predictions(model: PreTrainedModel, chunk: Tensor, ids: Tensor) -> Tensor:
-    """Return the log-probabilities at `ids` after a prefix with the keys and values of `chunk`."""
+    """Returns the log-probabilities at `ids` after a prefix with the keys and values of `chunk`."""
     cache = DynamicCache(config=model.config)
     heads = model.config.num_key_value_heads
     for layer, both in enumerate(chunk.unflatten(-1, (heads, -1)).transpose(2, 3).transpose(0, 1)):
@@ -48,7 +48,7 @@ def predictions(model: PreTrainedModel, chunk: Tensor, ids: Tensor) -> Tensor:
 
 
 def stored(codec: Codec, chunk: Tensor) -> tuple[Tensor, int]:
-    """Return the prefix encoded and decoded in chunks, and the bytes of all chunks."""
+    """Returns the prefix encoded and decoded in chunks, and the bytes of all chunks."""
     parts, size, at = [], 0, 0
     for part in chunk.split(CHUNK, 2):
         blob = codec.encode(part, at)
@@ -58,7 +58,7 @@ def stored(codec: Codec, chunk: Tensor) -> tuple[Tensor, int]:
 
 
 def starts(codec: Codec, keys: Tensor) -> dict[str, dict[str, float]]:
-    """Return for each size the extremes of the scores over chunks."""
+    """Returns for each size the extremes of the scores over chunks."""
     found, candidates = {}, list(range(0, LONGEST, CHUNK))
     for size in SIZES:
         own, margin, near, gap = [], [], [], []

@@ -95,7 +95,7 @@ def main() -> None:
 
 
 def files_of(folder: Path) -> dict[Path, bytes]:
-    """Return the contents of all files of chunks."""
+    """Returns the contents of all files of chunks."""
     return {file: file.read_bytes() for file in folder.glob("*/*.klt")}
 
 

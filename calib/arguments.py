@@ -15,7 +15,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def listing(usage: str, heading: str, entries: Mapping[str, str], hint: str) -> str:
-    """Return the help text of a command that dispatches to one of `entries` (name: description)."""
+    """Returns the help text of a command that dispatches to one of `entries` (name: description)."""
     width = max(map(len, entries))
     lines = [f"  {name:<{width}}  {text}" for name, text in entries.items()]
     return "\n".join([f"usage: {usage}", "", f"{heading}:", *lines, "", hint])

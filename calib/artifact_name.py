@@ -24,7 +24,7 @@ def refused_as_usage() -> Iterator[None]:
 
 
 def load_artifact(path: Path) -> "Artifact":
-    """Return the artifact in a file; raises UsageError if it is refused."""
+    """Returns the artifact in a file; raises UsageError if it is refused."""
     from calib.runtime.artifact.artifact import Artifact
 
     with refused_as_usage():
@@ -32,7 +32,7 @@ def load_artifact(path: Path) -> "Artifact":
 
 
 def artifact_file(name: str) -> Path:
-    """Return the local path of an artifact: a file, the artifact in a folder, or a download if `name` is only a hub name.
+    """Returns the local path of an artifact: a file, the artifact in a folder, or a download if `name` is only a hub name.
 
     Raises UsageError for any other name, and `ArtifactError` if the hub does not give the file.
     """

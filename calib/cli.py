@@ -115,7 +115,7 @@ def run(called: Sequence[str], words: list[str], load: Callable[[], Callable[[li
 
 
 def reader_gone() -> bool:
-    """Return whether the broken pipe is standard output, and not a library's connection."""
+    """Returns whether the broken pipe is standard output, and not a library's connection."""
     poll = select.poll()
     poll.register(STDOUT, 0)
     return any(event & select.POLLERR for _, event in poll.poll(0))
@@ -129,7 +129,7 @@ def interrupted(number: int, called: Sequence[str], words: Sequence[str]) -> int
 
 
 def going_on(called: Sequence[str], words: Sequence[str]) -> str:
-    """Return the hint that names the command to resume with, or to start again with if nothing was kept."""
+    """Returns the hint that names the command to resume with, or to start again with if nothing was kept."""
     more = [] if " ".join(resuming() or ()) in " ".join(words).replace("=", " ") else [*(resuming() or ())]
     again = shlex.join([*called, *(word for word in words if word != "--fresh"), *more])
     if len(again) > LONGEST or not again.isprintable():
@@ -138,14 +138,14 @@ def going_on(called: Sequence[str], words: Sequence[str]) -> str:
 
 
 def one_line(error: Exception) -> str:
-    """Return the message of an expected error (calib's own, ValueError, OSError); for others also its type."""
+    """Returns the message of an expected error (calib's own, ValueError, OSError); for others also its type."""
     text = bounded(" ".join(str(error).split()))
     ours = type(error).__module__.startswith("calib.") or isinstance(error, (ValueError, OSError))
     return text if ours and text else f"{type(error).__name__}: {text} (--debug shows the traceback)"
 
 
 def bounded(text: str) -> str:
-    """Return `text` with at most LINE characters, all printable: a message may quote a hostile file's control characters."""
+    """Returns `text` with at most LINE characters, all printable: a message may quote a hostile file's control characters."""
     if len(text) <= LINE and text.isprintable():
         return text
     from calib.runtime.messages.printable import shortened  # imports torch

@@ -13,7 +13,7 @@ from calib.yaml_input import read_yaml_file
 
 
 def known_keys(parser: argparse.ArgumentParser) -> list[str]:
-    """Return every dotted key that a configuration may hold, without jsonargparse's own `KEY.help` options."""
+    """Returns every dotted key that a configuration may hold, without jsonargparse's own `KEY.help` options."""
     names = {action.dest for action in parser._actions if not action.dest.endswith(".help")}
     return sorted(names - {"help", "print_config"})
 
@@ -36,7 +36,7 @@ def with_config_paths(words: Sequence[str], keys: Sequence[str]) -> Iterator[str
 
 
 def find_config(name: str, kind: str = "") -> Path:
-    """Return the path of the file `name`, or else of the packaged configuration of that name.
+    """Returns the path of the file `name`, or else of the packaged configuration of that name.
 
     `llama2.yaml` and `configs/llama2.yaml` both find the packaged file if neither exists locally; `methods/kivi.yaml` is
     found in its sub-folder. Raises UsageError if there is none; the message lists the packaged files in the sub-folder
@@ -55,13 +55,13 @@ def find_config(name: str, kind: str = "") -> Path:
 
 
 def check_config(path: Path, keys: Sequence[str]) -> Path:
-    """Return `path` after checking the file as `read_config` does."""
+    """Returns `path` after checking the file as `read_config` does."""
     read_config(path, keys)
     return path
 
 
 def read_config(path: Path, keys: Sequence[str]) -> dict[str, Any]:
-    """Return the content of a configuration file; raises UsageError unless it is a YAML mapping of known keys."""
+    """Returns the content of a configuration file; raises UsageError unless it is a YAML mapping of known keys."""
     content = read_yaml_file(path)
     if not isinstance(content, dict):
         found = "is empty" if content is None else f"holds a {type(content).__name__}"

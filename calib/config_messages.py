@@ -12,7 +12,7 @@ CLASS = re.compile(r"Problem with given class_path '(?:[\w.]*\.)?(\w+)':\s*(.+?)
 
 
 def unknown(key: str, keys: Sequence[str]) -> str:
-    """Return the message for an unknown key, with the most similar known key, or the keys of its group."""
+    """Returns the message for an unknown key, with the most similar known key, or the keys of its group."""
     key = shortened(key, LENGTH)
     close = difflib.get_close_matches(key, keys, n=1, cutoff=0.7)
     if close:
@@ -24,7 +24,7 @@ def unknown(key: str, keys: Sequence[str]) -> str:
 
 
 def explain(message: str, keys: Sequence[str]) -> str:
-    """Return one readable line for a message of jsonargparse, which may have several lines and name its classes."""
+    """Returns one readable line for a message of jsonargparse, which may have several lines and name its classes."""
     if found := re.match(r"unrecognized arguments: (\S+)", message):
         word = found[1].partition("=")[0]
         return unknown(word.lstrip("-"), keys) if word.startswith("-") else f"unexpected argument '{word}'"
@@ -47,6 +47,6 @@ def explain(message: str, keys: Sequence[str]) -> str:
 
 
 def plain_types(text: str) -> str:
-    """Return `text` with types in plain words: `<class 'int'>` as `int`, `<class 'NoneType'>` as `null`."""
+    """Returns `text` with types in plain words: `<class 'int'>` as `int`, `<class 'NoneType'>` as `null`."""
     text = re.sub(r"<class '(?:[\w.]*\.)?(\w+)'>", r"\1", text).replace("NoneType", "null")
     return text.replace("typing.Literal", "one of ").replace("collections.abc.", "")

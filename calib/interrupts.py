@@ -49,12 +49,12 @@ _state = _State()
 
 
 def name_of(number: int) -> str:
-    """Return a signal's name, such as SIGTERM."""
+    """Returns a signal's name, such as SIGTERM."""
     return signal.Signals(number).name
 
 
 def first_process() -> bool:
-    """Return whether this process is the one of a launcher's processes that prints messages (rank 0)."""
+    """Returns whether this process is the one of a launcher's processes that prints messages (rank 0)."""
     return next((os.environ[name] for name in RANKS if name in os.environ), "0") == "0"
 
 
@@ -99,12 +99,12 @@ def goes_on_with(*words: str) -> None:
 
 
 def resuming() -> tuple[str, ...] | None:
-    """Return the arguments with which the command can be resumed; None if nothing is kept."""
+    """Returns the arguments with which the command can be resumed; None if nothing is kept."""
     return _state.resuming
 
 
 def pending() -> int | None:
-    """Return the signal that was received; None if none was."""
+    """Returns the signal that was received; None if none was."""
     return _state.received
 
 
@@ -151,7 +151,7 @@ def saving() -> Iterator[None]:
 
 
 def _ours() -> bool:
-    """Return whether a `listening` context is active."""
+    """Returns whether a `listening` context is active."""
     return signal.getsignal(getattr(signal, "SIGALRM", signal.SIGTERM)) is _time_is_up
 
 
@@ -177,7 +177,7 @@ def _time_is_up(number: int, frame: FrameType | None) -> None:
 
 
 def _once_more(before: Callable[[Any], Any]) -> Callable[[Any], None]:
-    """Return an unraisable hook that raises `Interrupted` again if Python dropped it in a destructor or callback."""
+    """Returns an unraisable hook that raises `Interrupted` again if Python dropped it in a destructor or callback."""
 
     def hook(dropped: Any) -> None:
         if not issubclass(dropped.exc_type, Interrupted):

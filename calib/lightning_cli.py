@@ -137,7 +137,7 @@ class CalibCLI(LightningCLI):
 
 
 def counted(load: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Return the parser's YAML loader `load` with the size check of `check_yaml` first.
+    """Returns the parser's YAML loader `load` with the size check of `check_yaml` first.
 
     The parser uses it for every text, files that other files name included.
     """

@@ -28,7 +28,7 @@ Rows = Sequence[Sequence[float | int | str]]
 
 
 def run_logger(folder: Path, name: str) -> "OfflineFirstWandbLogger | TableCSVLogger":
-    """Return the logger of one run: W&B if it is installed, starts and is not switched off (WANDB_MODE=disabled), else CSV.
+    """Returns the logger of one run: W&B if it is installed, starts and is not switched off (WANDB_MODE=disabled), else CSV.
 
     Args:
         folder: the run's folder; everything is written below it.
@@ -44,7 +44,7 @@ def run_logger(folder: Path, name: str) -> "OfflineFirstWandbLogger | TableCSVLo
 
 
 def logged_in() -> bool:
-    """Return whether W&B has credentials, without a prompt: by `login(prompt=False)`, or `api` in older releases."""
+    """Returns whether W&B has credentials, without a prompt: by `login(prompt=False)`, or `api` in older releases."""
     import wandb
 
     if "prompt" in inspect.signature(wandb.login).parameters:

@@ -9,12 +9,12 @@ MARKUP = re.compile(r"[\\`|<*]|&(?=#?\w+;)|(?<=\])\(")  # code, cells, HTML, emp
 
 
 def plain(text: str) -> str:
-    """Return `text` as one line of plain text: line breaks and control characters become question marks, markup is escaped."""
+    """Returns `text` as one line of plain text: line breaks and control characters become question marks, markup is escaped."""
     return MARKUP.sub(lambda found: f"\\{found[0]}", printable(text))
 
 
 def code(text: str) -> str:
-    """Return `text` as a code block of one line, in which nothing is markup."""
+    """Returns `text` as a code block of one line, in which nothing is markup."""
     return f"    {printable(text)}"
 
 
@@ -25,11 +25,11 @@ def heading(parts: Sequence[str]) -> Iterator[str]:
 
 
 def line(parts: Sequence[str], bold: bool = False) -> str:
-    """Return one line of a table; with `bold`, its first cell is bold."""
+    """Returns one line of a table; with `bold`, its first cell is bold."""
     first, *rest = map(plain, parts)
     return f"| {' | '.join([f'**{first}**' if bold else first, *rest])} |"
 
 
 def section(table: Table) -> list[str]:
-    """Return the lines of a table under its title."""
+    """Returns the lines of a table under its title."""
     return [f"## {plain(table.title)}", "", *heading(table.header), *(line(row) for row in table.rows), ""]

@@ -70,11 +70,11 @@ class Source:
         return found[1] if found else None
 
     def story(self, name: str) -> str:
-        """Return the docstring of the class `name`."""
+        """Returns the docstring of the class `name`."""
         return inspect.cleandoc(ast.get_docstring(self.classes[name]) or "")
 
     def said(self, name: str, attribute: str) -> str | None:
-        """Return the value that the class `name` assigns to an annotated attribute: a string as it is, others as source.
+        """Returns the value that the class `name` assigns to an annotated attribute: a string as it is, others as source.
 
         None if the class itself does not assign it.
         """
@@ -85,7 +85,7 @@ class Source:
         return None
 
     def options(self, name: str) -> dict[str, str]:
-        """Return the fields of the dataclass `name` with their defaults, those of its bases in the same file first."""
+        """Returns the fields of the dataclass `name` with their defaults, those of its bases in the same file first."""
         found: dict[str, str] = {}
         node = self.classes[name]
         for base in node.bases:
@@ -100,7 +100,7 @@ class Source:
 
 
 def _default(written: ast.expr) -> str:
-    """Return a default as users write it: `PerStream(keys=..., values=...)` as a mapping, others as Python source."""
+    """Returns a default as users write it: `PerStream(keys=..., values=...)` as a mapping, others as Python source."""
     if isinstance(written, ast.Call) and ast.unparse(written.func) == "PerStream":
         settings = {str(part.arg): ast.unparse(part.value) for part in written.keywords}
         return f"{{{', '.join(f'{name!r}: {value}' for name, value in settings.items())}}}"
@@ -108,12 +108,12 @@ def _default(written: ast.expr) -> str:
 
 
 def folder() -> Path:
-    """Return the folder of the methods' source files."""
+    """Returns the folder of the methods' source files."""
     return Path(str(resources.files("calib"))) / "runtime" / "methods"
 
 
 def catalogue() -> dict[str, Entry]:
-    """Return every method by name, in alphabetical order."""
+    """Returns every method by name, in alphabetical order."""
     found = {}
     for path in folder().glob("*.py"):
         source = Source(path)
@@ -127,12 +127,12 @@ def catalogue() -> dict[str, Entry]:
 
 
 def corrections() -> str:
-    """Return the docstring of `Corrections`, which most methods take as an option."""
+    """Returns the docstring of `Corrections`, which most methods take as an option."""
     return Source(folder() / "corrections.py").story("Corrections")
 
 
 def chosen(name: str) -> Entry:
-    """Return the method `name`; raises UsageError, with the most similar name, if there is none."""
+    """Returns the method `name`; raises UsageError, with the most similar name, if there is none."""
     known = catalogue()
     if name not in known:
         close = difflib.get_close_matches(name, known, n=1)

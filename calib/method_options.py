@@ -19,7 +19,7 @@ def as_usage() -> Iterator[None]:
 
 
 def read_method(word: str) -> tuple[str, dict[str, Any]]:
-    """Return a method's name and options from `word`: a name, or a YAML file with `method` and options."""
+    """Returns a method's name and options from `word`: a name, or a YAML file with `method` and options."""
     if not word.endswith((".yaml", ".yml")):
         return word, {}
     content = read_yaml_file(find_config(word, "methods"), "method's file")
@@ -29,7 +29,7 @@ def read_method(word: str) -> tuple[str, dict[str, Any]]:
 
 
 def read_options(words: Sequence[str], known: set[str], method: str) -> dict[str, Any]:
-    """Return the options in `words`: `--bits 2 --clip=0.8` gives {"bits": 2, "clip": 0.8}.
+    """Returns the options in `words`: `--bits 2 --clip=0.8` gives {"bits": 2, "clip": 0.8}.
 
     Raises UsageError for a flag that is not in `known`, or a flag without a value.
     """

@@ -52,7 +52,7 @@ class SignalCallback(Callback):
             leave()
 
     def ended(self, trainer: Trainer) -> bool:
-        """Return whether the run is to end, because some process received a signal: the same answer in every process."""
+        """Returns whether the run is to end, because some process received a signal: the same answer in every process."""
         if not trainer.strategy.reduce_boolean_decision(pending() is not None, all=False):
             return False
         agreed()

@@ -23,7 +23,7 @@ class RefusedYamlError(yaml.YAMLError):
 
 
 def read_yaml_file(path: Path, what: str = "configuration file") -> Any:
-    """Return the content of a YAML file.
+    """Returns the content of a YAML file.
 
     Raises UsageError, which names the file as `what`, if it cannot be read, is not UTF-8, not YAML, or refused.
     """
@@ -44,7 +44,7 @@ def read_yaml_file(path: Path, what: str = "configuration file") -> Any:
 
 
 def read_yaml_value(text: str, flag: str) -> Any:
-    """Return the value of a command-line option, parsed as YAML; raises UsageError, which names the flag."""
+    """Returns the value of a command-line option, parsed as YAML; raises UsageError, which names the flag."""
     try:
         return load_yaml(text)
     except RefusedYamlError as error:
@@ -54,7 +54,7 @@ def read_yaml_value(text: str, flag: str) -> Any:
 
 
 def load_yaml(text: str) -> Any:
-    """Return the content of `text` as plain lists, mappings, strings, numbers and dates.
+    """Returns the content of `text` as plain lists, mappings, strings, numbers and dates.
 
     Raises:
         RefusedYamlError: too large, nested too deeply, or a list or mapping that contains itself.
@@ -84,7 +84,7 @@ def check_yaml(text: str) -> None:
 
 
 def composed(loader: yaml.SafeLoader, text: str) -> yaml.Node | None:
-    """Return the node tree of a document after checking its size and depth; None if the document is empty."""
+    """Returns the node tree of a document after checking its size and depth; None if the document is empty."""
     if len(text) > LARGEST:
         raise RefusedYamlError(f"is longer than {LARGEST} characters; give less")
     try:
@@ -97,7 +97,7 @@ def composed(loader: yaml.SafeLoader, text: str) -> yaml.Node | None:
 
 
 def measure(node: yaml.Node, known: dict[int, tuple[int, int]], around: set[int]) -> tuple[int, int]:
-    """Return how many values a node expands to, and the levels below it; raises RefusedYamlError beyond the limits.
+    """Returns how many values a node expands to, and the levels below it; raises RefusedYamlError beyond the limits.
 
     Args:
         node: the root of the tree to be counted.
@@ -130,7 +130,7 @@ def measure(node: yaml.Node, known: dict[int, tuple[int, int]], around: set[int]
 
 
 def where(error: yaml.YAMLError) -> str:
-    """Return the line and the problem of a parser's error, such as `, line 3: the problem`."""
+    """Returns the line and the problem of a parser's error, such as `, line 3: the problem`."""
     mark = getattr(error, "problem_mark", None)
     problem = getattr(error, "problem", None) or " ".join(str(error).split())
     return f"{f', line {mark.line + 1}' if mark else ''}: {shortened(str(problem), 200)}"

@@ -1,4 +1,4 @@
-"""Compile all Triton kernels without a GPU, and check the instruction counts of their inner loops against limits.
+"""Compiles all Triton kernels without a GPU, and checks the instruction counts of their inner loops against limits.
 
 Triton's package contains the assembler and the disassembler, so the instructions that the inner loop takes per code can be counted
 on a machine without a GPU. They are what limits attention over packed tokens ("Kernels" in README.md of `kernels/attend`).
@@ -102,7 +102,7 @@ class Specialisation:
 
 
 def compiled(one: Specialisation, capability: int) -> Any:
-    """Compile a specialisation for GPUs of a compute capability (80, 90 or 100) and return Triton's `CompiledKernel`."""
+    """Compiles a specialisation for GPUs of a compute capability (80, 90 or 100) and return Triton's `CompiledKernel`."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -122,13 +122,13 @@ def compiled(one: Specialisation, capability: int) -> Any:
 
 
 def declared(operation: str) -> dict[str, Specialisation]:
-    """Return the specialisations of an operation by name: `SPECIALISATIONS` of its `triton.py`."""
+    """Returns the specialisations of an operation by name: `SPECIALISATIONS` of its `triton.py`."""
     found: dict[str, Specialisation] = import_module(f"calib.kernels.{operation}.triton").SPECIALISATIONS
     return found
 
 
 def report(operations: Iterable[str], capabilities: Iterable[int] = CAPABILITIES) -> Iterable[tuple[str, bool]]:
-    """Compile each specialisation for each capability; yield a line of figures and whether all limits are met."""
+    """Compiles each specialisation for each capability; yield a line of figures and whether all limits are met."""
     for operation in operations:
         costs: dict[tuple[str, int, str], float] = {}
         for name, one in declared(operation).items():
@@ -158,7 +158,7 @@ def report(operations: Iterable[str], capabilities: Iterable[int] = CAPABILITIES
 
 
 def compile_all(operations: Iterable[str], capabilities: Sequence[int]) -> None:
-    """Compile all specialisations with one process per core and check no limits. For Triton releases other than the one that the
+    """Compiles all specialisations with one process per core and checks no limits. For Triton releases other than the one that the
     limits were written for."""
     asked = [(*one, capability) for one in names(operations) for capability in capabilities]
     with ProcessPoolExecutor(min(MOST_PROCESSES, os.cpu_count() or 1), get_context("spawn")) as processes:
@@ -172,13 +172,13 @@ def names(operations: Iterable[str]) -> list[tuple[str, str]]:
 
 
 def compiled_line(operation: str, name: str, capability: int) -> str:
-    """Compile one specialisation for one capability; return the line that is printed for it."""
+    """Compiles one specialisation for one capability; returns the line that is printed for it."""
     compiled(declared(operation)[name], capability)
     return f"{operation:18} {name} sm_{capability}"
 
 
 def main() -> int:
-    """Print the figures of every kernel; return 1 if one misses its limits, else 0."""
+    """Prints the figures of every kernel; returns 1 if one misses its limits, else 0."""
     parser = argparse.ArgumentParser(description=str(__doc__).split("\n")[0])
     parser.add_argument("operations", nargs="*", choices=[*OPERATIONS, []], metavar="OPERATION", help="default: all")
     parser.add_argument("--capability", type=int, choices=CAPABILITIES, help="default: all of them")

@@ -1,4 +1,4 @@
-"""Compile the C sources of CPU kernels at first use and load them. The C does in one pass what plain torch does in several.
+"""Compiles the C sources of CPU kernels at first use and loads them. The C does in one pass what plain torch does in several.
 
 The library is kept in `$XDG_CACHE_HOME/calib/compiled` (default `~/.cache`). Its file name contains a hash of the source, the
 headers beside it, the compiler and the processor, so machines that share the folder do not share libraries. The compiler is `$CC`,
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 @cache
 def library(source: Path, more: tuple[str, ...] = ()) -> ctypes.CDLL | None:
-    """Compile a C file with `more` compiler options and load it; None if that fails. Cached."""
+    """Compiles a C file with `more` compiler options and loads it; None if that fails. Cached."""
     compiler = _compiler()
     if compiler is None:
         return None
@@ -63,7 +63,7 @@ def _compiler() -> str | None:
 
 
 def _folder() -> Path:
-    """Return the cache folder. Raises PermissionError if others can write to it: a library of theirs would run with our rights."""
+    """Returns the cache folder. Raises PermissionError if others can write to it: a library of theirs would run with our rights."""
     found = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "calib" / "compiled"
     found.mkdir(mode=0o700, parents=True, exist_ok=True)
     if hasattr(os, "getuid") and (found.stat().st_uid != os.getuid() or found.stat().st_mode & 0o022):
@@ -72,7 +72,7 @@ def _folder() -> Path:
 
 
 def _compile(compiler: list[str], source: Path, kept: Path) -> None:
-    """Compile `source` to the file `kept`, under a temporary name first: other processes see a complete library or none."""
+    """Compiles `source` to the file `kept`, under a temporary name first: other processes see a complete library or none."""
     for left in kept.parent.glob("tmp*.so"):  # of killed processes: a running one has renamed its file within this time
         with suppress(OSError):
             if left.stat().st_mtime < time.time() - 5 * SECONDS:
@@ -88,7 +88,7 @@ def _compile(compiler: list[str], source: Path, kept: Path) -> None:
 
 
 def _run(command: list[str]) -> None:
-    """Run the compiler in its own process group. On a timeout the whole group is killed: a compiler is a driver whose child
+    """Runs the compiler in its own process group. On a timeout the whole group is killed: a compiler is a driver whose child
     processes would otherwise continue."""
     none = subprocess.DEVNULL
     with subprocess.Popen(command, stdin=none, stdout=none, stderr=none, start_new_session=True) as running:

@@ -76,7 +76,8 @@ def loop_figures(kernel: Any) -> LoopFigures:
 
 
 def disassembled(kernel: Any) -> tuple[str, dict[str, int]]:
-    """Return the SASS listing of a kernel from `ahead_of_time.compiled`, and per lane its registers (REG) and bytes (STACK, LOCAL).
+    """Returns the SASS listing of a kernel from `ahead_of_time.compiled`, and per lane its registers (REG) and bytes (STACK,
+    LOCAL).
 
     Raises CalledProcessError if Triton's tools cannot read it.
     """
@@ -99,7 +100,7 @@ def longest_loop(listing: str) -> tuple[str, ...]:
 
 
 def code_and_loops(listing: str) -> tuple[list[str], list[tuple[int, int]]]:
-    """Return all instructions of a listing, and for every backward jump the indices of the first and the last one it repeats."""
+    """Returns all instructions of a listing, and for every backward jump the indices of the first and the last one it repeats."""
     code: list[str] = []
     labels: dict[str, int] = {}
     for line in listing.splitlines():

@@ -1,4 +1,4 @@
-"""Set the current CUDA device for a launch: Triton launches on the current device, not on that of the tensors."""
+"""Sets the current CUDA device for a launch: Triton launches on the current device, not on that of the tensors."""
 
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache

@@ -1,4 +1,4 @@
-"""Choose the implementation of an operation: plain torch (`reference.py`), Triton (`triton.py`) or C (`cpu.py`).
+"""Chooses the implementation of an operation: plain torch (`reference.py`), Triton (`triton.py`) or C (`cpu.py`).
 
 Callers call the functions in an operation's `operation.py`, which choose by the device, then by what the kernel supports (dtypes,
 widths; listed in the operation's README). All implementations give the same result: stored bits are equal, other results differ by

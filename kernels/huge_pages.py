@@ -1,4 +1,4 @@
-"""Allocate large CPU temporaries in huge pages (2 MiB), so that fewer page faults occur at the first write.
+"""Allocates large CPU temporaries in huge pages (2 MiB), so that fewer page faults occur at the first write.
 
 The allocator keeps and reuses small blocks. It requests a large block from the system at every call and returns it afterwards. For
 a block that is written once, such as a Gram matrix, page faults took a third of the time or more (benchmarks/pursuit_cpu.py).

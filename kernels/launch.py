@@ -1,4 +1,4 @@
-"""Launch Triton kernels. All launches go through here, so that those of a layer can be recorded and replayed."""
+"""Launches Triton kernels. All launches go through here, so that those of a layer can be recorded and replayed."""
 
 import threading
 from collections.abc import Callable
@@ -17,12 +17,12 @@ class Launch(NamedTuple):
     options: dict[str, Any]
 
     def start(self) -> None:
-        """Launch the kernel with these arguments."""
+        """Launches the kernel with these arguments."""
         self.kernel[self.grid](*self.arguments, **self.options)
 
 
 def launch(kernel: Any, grid: tuple[int, ...], /, *arguments: Any, **options: Any) -> None:
-    """Launch `kernel` with a `grid` of programs, or pass the launch to the active `LaunchedBy`."""
+    """Launches `kernel` with a `grid` of programs, or passes the launch to the active `LaunchedBy`."""
     take: Callable[[Launch], None] | None = getattr(_here, "take", None)
     if take is None:
         kernel[grid](*arguments, **options)

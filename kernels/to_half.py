@@ -1,4 +1,4 @@
-"""Round parameters (scales, zero points, factors) for storage in float16."""
+"""Rounds parameters (scales, zero points, factors) for storage in float16."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""Estimate the clocks of one loop iteration of a warp that has a multiprocessor to itself: the latency that other warps must hide.
+"""Estimates the clocks of one loop iteration of a warp that has a multiprocessor to itself: the latency that other warps must hide.
 
 A warp issues its instructions in order, at most one per clock, and stops at an instruction whose operand is still being loaded.
 Only the latencies of loads, from memory and from shared memory, are modelled. Barriers, and arithmetic that takes longer than a
@@ -27,7 +27,7 @@ class Turn:
 
 
 def turn_alone(lines: Sequence[str], memory: int = MEMORY, shared: int = SHARED) -> Turn:
-    """Simulate a loop given by its SASS instructions; return the figures of the last iteration. `memory`, `shared`: latencies."""
+    """Simulates a loop given by its SASS instructions; returns the figures of the last iteration. `memory`, `shared`: latencies."""
     clock = waits = 0
     there: dict[int, tuple[int, bool]] = {}  # by register: clock when it is loaded, and whether from memory
     groups: list[int] = []  # per group of asynchronous loads: clock at which all of them are complete

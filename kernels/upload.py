@@ -1,4 +1,4 @@
-"""Copy small lists of host numbers to a device without synchronising."""
+"""Copies small lists of host numbers to a device without synchronising."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ def upload(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Tensor:
-    """Return a small host list, bytes or tensor as a tensor of `dtype` on `device`; a copy to a GPU is asynchronous."""
+    """Returns a small host list, bytes or tensor as a tensor of `dtype` on `device`; a copy to a GPU is asynchronous."""
     if isinstance(numbers, bytes):
         numbers = list(numbers)
     tensor = numbers.to(dtype) if isinstance(numbers, Tensor) else torch.tensor(numbers, dtype=dtype)

@@ -119,7 +119,7 @@ def padding_mask(
     config: Any = None,
     **kwargs: Any,
 ) -> Tensor | None:
-    """Return the 2-D padding mask `[batch, kv_length]` bool of the keys that attention will see, or None without padding.
+    """Returns the 2-D padding mask `[batch, kv_length]` bool of the keys that attention will see, or None without padding.
     Raises ValueError for a mask function that is neither causal nor a sliding window, and for a static cache."""
     held = q_offset + q_length
     if mask_function is not causal_mask_function and not _is_known(

@@ -63,7 +63,7 @@ class CompressedCache(Cache):
 
     @with_ordinary_tensors
     def __deepcopy__(self, memo: dict[int, Any]) -> "CompressedCache":
-        """Return an independent cache with the same content, attached to the same model unless this cache was released."""
+        """Returns an independent cache with the same content, attached to the same model unless this cache was released."""
         copied = object.__new__(type(self))
         memo[id(self)] = copied
         own = {name: value for name, value in vars(self).items() if name not in ("_attachment", "graphs")}
@@ -241,7 +241,7 @@ class CompressedCache(Cache):
         prefix.save(self, path, input_ids, storage_bits)
 
     def state(self) -> State:
-        """Return everything stored as nested dicts of tensors and numbers, which `restore` reads."""
+        """Returns everything stored as nested dicts of tensors and numbers, which `restore` reads."""
         layers = {
             str(number): layer.state() if isinstance(layer, CompressedLayer) else layer_beside.state_of(layer)
             for number, layer in enumerate(self.layers)
@@ -342,7 +342,7 @@ class CompressedCache(Cache):
         return model._sample(input_ids, logits_processor, stopping_criteria, generation_config, **kwargs)
 
     def tiers(self, layer: int) -> list[list[HeldTier]]:
-        """Return for each row the tiers of one layer: how many tokens, which ones, in how many bits.
+        """Returns for each row the tiers of one layer: how many tokens, which ones, in how many bits.
 
         Padding does not count. Tokens of an unconfirmed forward and evicted tokens are in no tier.
 

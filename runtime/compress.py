@@ -36,7 +36,7 @@ def compress(
     tokenizer: PreTrainedTokenizerBase | None = None,
     **options: Any,
 ) -> CompressedCache:
-    """Return an empty cache of `method` for `model.generate(past_key_values=cache)`, or for any forward of the model.
+    """Returns an empty cache of `method` for `model.generate(past_key_values=cache)`, or for any forward of the model.
 
     Use it as `with compress(...) as cache:`, or call `cache.release()` at the end; then the model is exactly as it was.
     Several caches may be attached to one model.

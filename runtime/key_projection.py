@@ -14,7 +14,7 @@ KEPT = "use key_bias='kept'"
 
 
 def with_key_biases(plans: dict[int, Plan], model: PreTrainedModel) -> dict[int, Plan]:
-    """Return the plans by layer; those that lack the bias of their layer's keys get the model's. Raises ValueError like
+    """Returns the plans by layer; those that lack the bias of their layer's keys get the model's. Raises ValueError like
     `key_bias`."""
     if not any(plan.lacks_key_bias for plan in plans.values()):
         return plans

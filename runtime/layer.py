@@ -113,7 +113,7 @@ class CompressedLayer(CacheLayerMixin):
         return without_gradients(output, *given) if refusing else output
 
     def state(self) -> State:
-        """Return everything that the layer has stored, for a file."""
+        """Returns everything that the layer has stored, for a file."""
         assert self.store is not None
         shapes = {f"{role}_shape": [shape[1], shape[3]] for role, shape in self.shapes.items()}
         return {"dtype": named(self.dtype), "seen": self.seen, "store": self.store.state()} | shapes

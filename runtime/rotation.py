@@ -35,7 +35,7 @@ class Rotation:
 
     @staticmethod
     def of(model: nn.Module, remedy: str) -> "Rotation":
-        """Return the model's rotation, checked against the model's own function. Where kinds of layers have different
+        """Returns the model's rotation, checked against the model's own function. Where kinds of layers have different
         frequencies (Gemma 3), it is that of the layers whose cache is compressed.
 
         Raises ValueError, with `remedy` at its end, where frequencies depend on the length, positions have several axes, some

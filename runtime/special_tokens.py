@@ -16,7 +16,7 @@ _punctuation: "weakref.WeakKeyDictionary[PreTrainedTokenizerBase, tuple[int, fro
 
 
 def special_token_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Return the ids of a tokenizer's special tokens and of its punctuation tokens, ascending.
+    """Returns the ids of a tokenizer's special tokens and of its punctuation tokens, ascending.
 
     Special tokens are those that the tokenizer names, and added tokens marked as special, such as a chat's `<|im_start|>`. A
     punctuation token consists of one or more punctuation characters, apart from spaces around them: Unicode's category P, and
@@ -40,7 +40,7 @@ def special_token_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
 
 
 def with_special_tokens(plans: dict[int, Plan], tokenizer: PreTrainedTokenizerBase | None) -> dict[int, Plan]:
-    """Return the plans by layer; those that lack the ids of special tokens get the `tokenizer`'s, if one is given."""
+    """Returns the plans by layer; those that lack the ids of special tokens get the `tokenizer`'s, if one is given."""
     if tokenizer is None or not any(plan.lacks_special_ids for plan in plans.values()):
         return plans
     found = special_token_ids(tokenizer)

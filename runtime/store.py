@@ -99,7 +99,7 @@ class Store(Protocol):
         ...
 
     def state(self) -> State:
-        """Return everything stored, for a file."""
+        """Returns everything stored, for a file."""
         ...
 
     def restore(self, state: State) -> None:
@@ -147,7 +147,7 @@ class Plan(Protocol):
         ...
 
     def open(self, keys: Tensor, values: Tensor, sequences: Any, context: LayerContext) -> Store:
-        """Return an empty store; `keys` and `values`, the first ones, fix shapes, dtype, device and the width of parameters."""
+        """Returns an empty store; `keys` and `values`, the first ones, fix shapes, dtype, device and the width of parameters."""
         ...
 
     def tables(self) -> list[Tensor]:

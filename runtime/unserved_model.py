@@ -14,7 +14,7 @@ SHARED = ("num_attention_heads", "num_key_value_heads", "head_dim", "kv_lora_ran
 
 
 def why_unserved(model: PreTrainedModel) -> str | None:
-    """Return in one line why the model's cache cannot be compressed, and what to do instead; None if it can be."""
+    """Returns in one line why the model's cache cannot be compressed, and what to do instead; None if it can be."""
     name, config = type(model).__name__, model.config.get_text_config(decoder=True)
     named = any(getattr(config, key, None) for key in CROSS_ATTENTION)
     if model.config.is_encoder_decoder or named or _has(model.get_decoder().named_modules(), "encoder_attn"):

@@ -11,7 +11,7 @@ REASON = "attention over a compressed cache is not traced; compile with fullgrap
 
 
 def untraced(function: Function) -> Function:
-    """Return `function` such that `torch.compile` does not trace it (a graph break); with `fullgraph=True` torch's error has
+    """Returns `function` such that `torch.compile` does not trace it (a graph break); with `fullgraph=True` torch's error has
     REASON."""
     found: Function = torch.compiler.disable(function, reason=REASON)
     return found

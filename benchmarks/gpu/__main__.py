@@ -22,7 +22,7 @@ TESTS = 110  # most of these seconds for the tests, if measurements follow
 
 
 def refused(names_only: bool = False) -> str | None:
-    """Return in one line why nothing can be measured here, or None; with `names_only` no GPU is needed."""
+    """Returns in one line why nothing can be measured here, or None; with `names_only` no GPU is needed."""
     missing = [name for name in NEEDED if find_spec(name) is None and name != "triton"]
     if missing:
         return f"make gpu needs {', '.join(missing)}, which this Python ({sys.executable}) does not have"
@@ -38,7 +38,7 @@ def refused(names_only: bool = False) -> str | None:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
+    """Returns the parser of the command line."""
     found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     found.add_argument("--only", nargs="+", metavar="NAME", help="these measurements")
     found.add_argument("--list", action="store_true", help="the names of all measurements, and nothing else")

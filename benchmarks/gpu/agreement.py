@@ -33,12 +33,12 @@ def kernels(which: str) -> Iterator[None]:
 
 
 def distance(found: Tensor, expected: Tensor) -> float:
-    """Return |found - expected| / |expected| in float64; NaN if any entry is NaN."""
+    """Returns |found - expected| / |expected| in float64; NaN if any entry is NaN."""
     return float((found.double() - expected.double()).norm() / expected.double().norm().clamp_min(torch.finfo().tiny))
 
 
 def agree(what: str, found: Tensor, expected: Tensor, limit: float) -> float:
-    """Return the relative distance of a result from the reference's; raises Disagrees if it is above `limit` or NaN."""
+    """Returns the relative distance of a result from the reference's; raises Disagrees if it is above `limit` or NaN."""
     apart = distance(found, expected)
     if not apart <= limit:  # NaN is not
         raise Disagrees(f"{what} is {apart:.2g} away from the reference (at most {limit:.2g}): no speed is given")

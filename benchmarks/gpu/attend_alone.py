@@ -27,7 +27,7 @@ Tier = tuple[PackedStream, PackedStream]
 
 @torch.no_grad()
 def alone(bench: Bench) -> Measured:
-    """Return the figures "4 bit" and "2 bit", SDPA's time over the kernel's, and "share, ...", bytes read over the copy rate."""
+    """Returns the figures "4 bit" and "2 bit", SDPA's time over the kernel's, and "share, ...", bytes read over the copy rate."""
     bench.needs_kernel("attend", "quantise")
     heads = shape_a(bench)
     exact = [prompt_of(bench, heads, seed) for seed in range(bench.sizes.sets)]
@@ -57,19 +57,19 @@ def alone(bench: Bench) -> Measured:
 
 
 def table_of(bench: Bench, rows: int) -> PageSpan:
-    """Return the page table of all tokens of all rows, with consecutive pages."""
+    """Returns the page table of all tokens of all rows, with consecutive pages."""
     pages = bench.sizes.tokens // PAGE
     numbers = torch.arange(rows * pages, dtype=torch.int32, device=bench.device).view(rows, pages)
     return PageSpan(numbers, torch.full((rows,), pages * PAGE, dtype=torch.int32, device=bench.device))
 
 
 def grouped(query: Tensor, kv_heads: int) -> Tensor:
-    """Return one token's query by KV head, `[rows, kv_heads, group, D]` float32, times the softmax scale."""
+    """Returns one token's query by KV head, `[rows, kv_heads, group, D]` float32, times the softmax scale."""
     return query.float().unflatten(1, (kv_heads, -1))[:, :, :, 0] * query.shape[-1] ** -0.5
 
 
 def tier(bits: int, group: int, keys: Tensor, values: Tensor) -> Tier:
-    """Return keys (groups of a channel) and values (groups of a token) packed in pages."""
+    """Returns keys (groups of a channel) and values (groups of a token) packed in pages."""
     streams = []
     for x, own in ((keys, (PAGE, 1)), (values, (1, group))):
         pages = x.unflatten(2, (-1, PAGE)).transpose(1, 2).flatten(0, 1).contiguous()
@@ -79,7 +79,7 @@ def tier(bits: int, group: int, keys: Tensor, values: Tensor) -> Tier:
 
 
 def packed_bytes(streams: Tier) -> int:
-    """Return the bytes of words and parameters of keys and values."""
+    """Returns the bytes of words and parameters of keys and values."""
     return sum(part.nbytes for stream in streams for part in (stream.pages, stream.parameters) if part is not None)
 
 
@@ -97,7 +97,7 @@ def every(bench: Bench, asked: list[Tensor], tiers: list[Tier], span: PageSpan) 
 
 
 def expected(query: Tensor, keys: PackedStream, values: PackedStream, numbers: Tensor) -> Tensor:
-    """Return the attention output over the decoded tokens in float32, `[rows, kv_heads, group, D]`."""
+    """Returns the attention output over the decoded tokens in float32, `[rows, kv_heads, group, D]`."""
     rows = []
     for row, pages in enumerate(numbers.long()):
         first, second = (decoded(stream, pages) for stream in (keys, values))
@@ -106,7 +106,7 @@ def expected(query: Tensor, keys: PackedStream, values: PackedStream, numbers: T
 
 
 def decoded(stream: PackedStream, pages: Tensor) -> Tensor:
-    """Return a row's decoded pages, float32 `[kv_heads, tokens, D]`."""
+    """Returns a row's decoded pages, float32 `[kv_heads, tokens, D]`."""
     assert stream.parameters is not None
     words, parameters = stream.pages[pages], stream.parameters[pages]
     columns = parameters.shape[-1] // 2

@@ -25,7 +25,7 @@ TRIES = 4
 
 @torch.no_grad()
 def largest(bench: Bench) -> Measured:
-    """Return the figures "batch" (rows with compression over rows in 16 bits) and "bytes" (|measured / predicted - 1|)."""
+    """Returns the figures "batch" (rows with compression over rows in 16 bits) and "bytes" (|measured / predicted - 1|)."""
     bench.needs_kernel("quantise")
     size = bench.sizes
     per_row = 2 * size.layers * size.kv_heads * size.tokens * size.head_dim * bench.dtype.itemsize
@@ -51,7 +51,7 @@ def largest(bench: Bench) -> Measured:
 
 
 def filled(bench: Bench, rows: int) -> list[CompressedLayer]:
-    """Return layers of one cache, each filled with a prompt; the prompts themselves are freed."""
+    """Returns layers of one cache, each filled with a prompt; the prompts themselves are freed."""
     size = bench.sizes
     heads = Heads(rows, size.kv_heads, size.kv_heads, size.head_dim)  # queries are not stored: as few heads as possible
     method, geometry = build("zipcache", TIERS), Geometry(size.layers, size.kv_heads, size.head_dim)
@@ -66,7 +66,7 @@ def filled(bench: Bench, rows: int) -> list[CompressedLayer]:
 
 
 def held(bench: Bench, layers: list[CompressedLayer]) -> dict[str, int]:
-    """Return the bytes of the layers with their tables: measured over their tensors, predicted from shapes, and allocated."""
+    """Returns the bytes of the layers with their tables: measured over their tensors, predicted from shapes, and allocated."""
     state = layers[0].sequences
     predicted = sum(table.predicted_bytes() for table in state.all_tables)
     for layer in layers:

@@ -42,7 +42,7 @@ class Bench:
 
 
 def has_kernel(operation: str) -> bool:
-    """Return whether the operation has a `triton.py`."""
+    """Returns whether the operation has a `triton.py`."""
     try:
         return find_spec(f"calib.kernels.{operation}.triton") is not None
     except ModuleNotFoundError:

@@ -12,7 +12,7 @@ BYTES = {"cuda": 4 << 30, "cpu": 1 << 22}
 
 @cache
 def copy_rate(bench: Bench) -> float:
-    """Return bytes read plus bytes written per second of a large copy; the median of 11."""
+    """Returns bytes read plus bytes written per second of a large copy; the median of 11."""
     source = torch.randint(0, 255, (BYTES[bench.device.type],), dtype=torch.uint8, device=bench.device)
     target = torch.empty_like(source)
     target.copy_(source)

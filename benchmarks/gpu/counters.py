@@ -47,7 +47,7 @@ KERNEL = re.compile(r"^  (\w+) \((\d+), (\d+), (\d+)\)x\((\d+), \d+, \d+\)", re.
 
 
 def kernels(text: str) -> list[dict[str, Any]]:
-    """Return every kernel of a details page, in launch order, with `FIGURES`; shares are fractions of 1."""
+    """Returns every kernel of a details page, in launch order, with `FIGURES`; shares are fractions of 1."""
     starts = [*KERNEL.finditer(text)]
     ends = [found.start() for found in starts[1:]] + [len(text)]
     return [_figures(found, text[found.end() : end]) for found, end in zip(starts, ends, strict=True)]
@@ -85,7 +85,7 @@ def _profiled(bench: Bench, on: bool) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
+    """Returns the parser of the command line."""
     found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     found.add_argument("steps", nargs="*", metavar="STEP", help=f"of {'; '.join(STEPS)} (all)")
     found.add_argument("--read", type=Path, metavar="FILE", help="print the figures of a details page, and run nothing")

@@ -32,47 +32,47 @@ UNIFORM = {"group": 128, "residual": 128}
 
 
 def shape_a(bench: Bench) -> Heads:
-    """Return shape A: grouped queries, a batch of rows."""
+    """Returns shape A: grouped queries, a batch of rows."""
     return Heads(bench.sizes.batch, bench.sizes.heads, bench.sizes.kv_heads, bench.sizes.head_dim)
 
 
 def one_row(bench: Bench) -> Heads:
-    """Return the shape of one row with as many KV heads as query heads (MHA)."""
+    """Returns the shape of one row with as many KV heads as query heads (MHA)."""
     return Heads(1, bench.sizes.heads, bench.sizes.heads, bench.sizes.head_dim)
 
 
 def tiers(bench: Bench) -> Measured:
-    """Measure ZipCache with 60 % of the tokens at 4 bits and the rest at 2, shape A."""
+    """Measures ZipCache with 60 % of the tokens at 4 bits and the rest at 2, shape A."""
     return measured(bench, "zipcache", shape_a(bench), TIERS)
 
 
 def tiers_one_row(bench: Bench) -> Measured:
-    """Measure the same for one row without grouped queries."""
+    """Measures the same for one row without grouped queries."""
     return measured(bench, "zipcache", one_row(bench), TIERS)
 
 
 def uniform_4_bit(bench: Bench) -> Measured:
-    """Measure KIVI at 4 bits, keys by channel and values by token, groups of 128."""
+    """Measures KIVI at 4 bits, keys by channel and values by token, groups of 128."""
     return measured(bench, "kivi", shape_a(bench), {"bits": 4, **fitting(bench)})
 
 
 def uniform_2_bit(bench: Bench) -> Measured:
-    """Measure the same at 2 bits."""
+    """Measures the same at 2 bits."""
     return measured(bench, "kivi", shape_a(bench), {"bits": 2, **fitting(bench)})
 
 
 def fitting(bench: Bench) -> dict[str, int]:
-    """Return KIVI's options with groups of 128, or of head_dim if that is less."""
+    """Returns KIVI's options with groups of 128, or of head_dim if that is less."""
     return {**UNIFORM, "group": min(UNIFORM["group"], bench.sizes.head_dim)}
 
 
 def gear(bench: Bench) -> Measured:
-    """Measure GEAR as released: 4 bits, outliers, rank 4."""
+    """Measures GEAR as released: 4 bits, outliers, rank 4."""
     return measured(bench, "gear", shape_a(bench), {}, materialised=True)
 
 
 def components(bench: Bench) -> Measured:
-    """Measure `klt` at 2 bits: keys before RoPE are decoded and rotated by tiles; for keys after RoPE the query is transformed."""
+    """Measures `klt` at 2 bits: keys before RoPE are decoded and rotated by tiles; for keys after RoPE the query is transformed."""
     figures, details = {}, {}
     for rope in ("before", "after"):
         found = measured(bench, "klt", shape_a(bench), {"bits": 2.0, "block": 128, "rope": rope})
@@ -83,7 +83,7 @@ def components(bench: Bench) -> Measured:
 
 @torch.no_grad()
 def measured(bench: Bench, method: str, heads: Heads, options: dict[str, Any], materialised: bool = False) -> Measured:
-    """Return the figures "speedup", "share of copy" (packed bytes read over the copy rate), and "against materialise"."""
+    """Returns the figures "speedup", "share of copy" (packed bytes read over the copy rate), and "against materialise"."""
     bench.needs_kernel("attend")
     sizes, decoders = bench.sizes, []
     layers, exact = bare_layers(method, heads, sizes.caches, **options), []
@@ -156,7 +156,7 @@ def materialise_each(attention: Any, decoders: list[Callable[[], tuple[Tensor, T
 
 
 def decoder(layer: CompressedLayer, keys: Tensor, values: Tensor) -> Callable[[], tuple[Tensor, Tensor]]:
-    """Return a function that decodes the first tier's tokens to 16 bits, from a block encoded by the method's codec."""
+    """Returns a function that decodes the first tier's tokens to 16 bits, from a block encoded by the method's codec."""
     assert layer.store is not None
     stages = layer.store.plan.tiers[0]
     parts = [
@@ -173,7 +173,7 @@ def decoder(layer: CompressedLayer, keys: Tensor, values: Tensor) -> Callable[[]
 
 
 def checked(bench: Bench, layers: list[CompressedLayer], step: Step) -> tuple[list[str], float]:
-    """Compare the first layer's step, in a copy of the cache, with plain torch.
+    """Compares the first layer's step, in a copy of the cache, with plain torch.
 
     Returns the names of the launched kernels and the relative distance. Raises Disagrees if that is too large.
     """
@@ -186,7 +186,7 @@ def checked(bench: Bench, layers: list[CompressedLayer], step: Step) -> tuple[li
 
 
 def packed_bytes(layer: CompressedLayer) -> int:
-    """Return the bytes of a layer that a step reads: codes, parameters, corrections and exact tokens; not tables and positions."""
+    """Returns the bytes of a layer that a step reads: codes, parameters, corrections and exact tokens; not tables and positions."""
     assert layer.store is not None
     kinds = layer.store.footprint().kinds
     return sum(

@@ -23,7 +23,7 @@ class Device:
     source: str
 
     def copied(self, seconds: float) -> float:
-        """Return the bytes that a copy moves in `seconds`."""
+        """Returns the bytes that a copy moves in `seconds`."""
         return COPY * self.bytes_per_second * seconds
 
 

@@ -47,7 +47,7 @@ class Autograd:
 
 
 def ours(atoms: Tensor, sparsity: int) -> NeuralDictionary:
-    """Return calib's dictionary, starting from the same atoms."""
+    """Returns calib's dictionary, starting from the same atoms."""
     count, width = atoms.shape
     samples = vectors(count, width, 1, torch.device("cpu"))
     dictionary = NeuralDictionary(Task("keys.0", samples, samples[:8], count, sparsity), DictionaryOptions(), 0)
@@ -61,7 +61,7 @@ def ours(atoms: Tensor, sparsity: int) -> NeuralDictionary:
 
 
 def training_step(bench: Bench) -> Measured:
-    """Return the figure "speedup": autograd's time over ours."""
+    """Returns the figure "speedup": autograd's time over ours."""
     bench.needs_kernel("matching_pursuit")
     size = bench.sizes
     width = min(size.head_dim, size.step_atoms)

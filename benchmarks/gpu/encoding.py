@@ -28,14 +28,14 @@ Pair = tuple[Tensor, Tensor]
 
 @torch.no_grad()
 def one_pass(keys: Tensor, values: Tensor) -> list[Tensor]:
-    """Return words and parameters of keys and values."""
+    """Returns words and parameters of keys and values."""
     first = encode_uniform(keys, (GROUP, 1), BITS, 1.0, torch.float16)
     return [*first, *encode_uniform(values, (1, GROUP), BITS, 1.0, torch.float16)]
 
 
 @torch.no_grad()
 def two_passes(keys: Tensor, values: Tensor) -> list[Tensor]:
-    """Return words of keys and values and the values' parameters, after measuring channel ranges and scales."""
+    """Returns words of keys and values and the values' parameters, after measuring channel ranges and scales."""
     ranges = MeasuredRange().measure(keys, keys, torch.float16)
     scales = MeasuredScale().measure(values, values, torch.float16)
     first = encode_fixed(keys, BITS, 1.0, Prologue(center=ranges.center, half=ranges.half))
@@ -44,7 +44,7 @@ def two_passes(keys: Tensor, values: Tensor) -> list[Tensor]:
 
 
 def quantise(bench: Bench) -> Measured:
-    """Return the figures "one pass" and "two passes": time over that of `clone()`."""
+    """Returns the figures "one pass" and "two passes": time over that of `clone()`."""
     bench.needs_kernel("quantise")
     sets = [prompt_of(bench, shape_a(bench), seed) for seed in range(bench.sizes.host_sets)]
     launched = {name: checked(bench, way, sets[0]) for name, way in WAYS.items()}
@@ -59,7 +59,7 @@ WAYS = {"one pass": one_pass, "two passes": two_passes}
 
 
 def cloned(keys: Tensor, values: Tensor) -> Pair:
-    """Return copies of keys and values: the baseline."""
+    """Returns copies of keys and values: the baseline."""
     return keys.clone(), values.clone()
 
 
@@ -70,7 +70,7 @@ def each(way: Callable[[Tensor, Tensor], object], sets: list[Pair]) -> None:
 
 
 def checked(bench: Bench, way: Callable[[Tensor, Tensor], list[Tensor]], given: Pair) -> list[str]:
-    """Compare the first row bit for bit with plain torch on the CPU, the reference; returns the names of launched kernels."""
+    """Compares the first row bit for bit with plain torch on the CPU, the reference; returns the names of launched kernels."""
     with supported(bench, "quantise") as launched:
         found = way(*given)
     with kernels("reference"):

@@ -53,7 +53,7 @@ def decode(model: LlamaForCausalLM, cache: Cache, token: Tensor, steps: int = ST
 
 @torch.no_grad()
 def against_dynamic(bench: Bench) -> Measured:
-    """Return the figures "eager" and "graph": DynamicCache's time over ours (60/40 of 4/2 bits)."""
+    """Returns the figures "eager" and "graph": DynamicCache's time over ours (60/40 of 4/2 bits)."""
     bench.needs_kernel("attend", "quantise")
     model, rows = model_of(bench), bench.sizes.batch
     token = ids_of(bench, rows, 1)
@@ -89,7 +89,7 @@ def own(model: LlamaForCausalLM, cache: Cache, token: Tensor, steps: int = STEPS
 def _graphs(
     bench: Bench, model: LlamaForCausalLM, dynamic: Cache, token: Tensor, kept: dict[str, list[float]]
 ) -> dict[str, Any]:
-    """Return the ratios of replayed steps, or the reason why there are none.
+    """Returns the ratios of replayed steps, or the reason why there are none.
 
     Our steps run with `graphs=True`, as for a user, from block to block; DynamicCache's repeat one recorded step at a fixed length.
     `kept` are figures without graphs, which count if the time is over.
@@ -119,7 +119,7 @@ def _graphs(
 
 @torch.no_grad()
 def against_quanto(bench: Bench) -> Measured:
-    """Return the figure "speedup": QuantizedCache's time over ours, both at 4 bits.
+    """Returns the figure "speedup": QuantizedCache's time over ours, both at 4 bits.
 
     Few turns encode a block of older tokens, so the median is that of turns without encoding.
     """
@@ -142,7 +142,7 @@ def against_quanto(bench: Bench) -> Measured:
 
 
 def checked(bench: Bench, model: LlamaForCausalLM, cache: CompressedCache, token: Tensor) -> tuple[list[str], float]:
-    """Compare a step's logits with plain torch's from the same stored tokens; returns launched kernels and the distance."""
+    """Compares a step's logits with plain torch's from the same stored tokens; returns launched kernels and the distance."""
     with kernels("reference"), copy.deepcopy(cache) as other:
         expected = decode(model, other, token, 1)
     with supported(bench, "attend") as launched, copy.deepcopy(cache) as other:

@@ -25,7 +25,7 @@ LAST = re.compile(r"\d+ (passed|failed|skipped|error).* in [\d.]+s")
 
 
 def command(seconds: float, *paths: str) -> list[str]:
-    """Return the pytest command, which prints a line for each test as soon as it is over."""
+    """Returns the pytest command, which prints a line for each test as soon as it is over."""
     found = [sys.executable, "-m", "pytest", "-vv", "-rf", "-p", "no:cacheprovider", "--tb=line", *paths]
     if find_spec("pytest_timeout") is not None:
         found += ["--timeout", str(EACH)]
@@ -35,7 +35,7 @@ def command(seconds: float, *paths: str) -> list[str]:
 
 
 def run(seconds: float, log: Path, *paths: str) -> dict[str, Any]:
-    """Run the tests; return counts by outcome, the lines of failures, and a summary as `line`. `log` gets pytest's output."""
+    """Runs the tests; returns counts by outcome, the lines of failures, and a summary as `line`. `log` gets pytest's output."""
     if find_spec("pytest") is None:
         return {"line": "pytest is missing: no test was run", "failed": []}
     # The tests also run in Triton's interpreter; here kernels are compiled.
@@ -65,7 +65,7 @@ def run(seconds: float, log: Path, *paths: str) -> dict[str, Any]:
 
 
 def outcome(said: str, status: int, cut: str | None) -> dict[str, Any]:
-    """Return the results in pytest's output `said`, also of an unfinished run; `cut` is the reason it was stopped, if it was."""
+    """Returns the results in pytest's output `said`, also of an unfinished run; `cut` is the reason it was stopped, if it was."""
     counts: Counter[str] = Counter()
     names: list[str] = []
     for line in said.splitlines():

@@ -15,7 +15,7 @@ _kept: list[Tensor] = []
 
 
 def replayed(bench: Bench, step: Callable[[], object], holder: Any) -> tuple[Callable[[], object], str]:
-    """Return a function that replays `step` from a graph, and "graph"; or `step` itself and the reason ("eager: ...").
+    """Returns a function that replays `step` from a graph, and "graph"; or `step` itself and the reason ("eager: ...").
 
     A step that advances a length on the host is recorded at one length: every replay writes the same slots again. Work on the
     host, and work of other steps only (encoding a full block), is not in the graph. Tensors of `holder` that the step replaces
@@ -62,6 +62,6 @@ def _recorded(step: Callable[[], object], holder: Any) -> Callable[[], object]:
 
 
 def one_line(error: BaseException) -> str:
-    """Return the type of an error with the first line of its message, if it has one."""
+    """Returns the type of an error with the first line of its message, if it has one."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__

@@ -53,7 +53,7 @@ class HostTensors(TorchFunctionMode):
         return found
 
     def _uploaded(self, *given: Any) -> Tensor:
-        """Return a copy, as `upload` does on a GPU."""
+        """Returns a copy, as `upload` does on a GPU."""
         found = to_device(*given)
         self.uploading = True
         try:
@@ -62,7 +62,7 @@ class HostTensors(TorchFunctionMode):
             self.uploading = False
 
     def owns(self, given: Sequence[Tensor], made: Iterable[Tensor]) -> bool:
-        """Return whether an operation on the tensors `given` runs on the host; if so, record its results `made` as the host's."""
+        """Returns whether an operation on the tensors `given` runs on the host; if so, record its results `made` as the host's."""
         own = all(part in self.known for part in given) and not self.uploading if given else self.making
         for part in made if own else ():
             self.known[part] = True

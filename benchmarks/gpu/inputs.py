@@ -10,7 +10,7 @@ SPREAD = 3.0  # standard deviation of the logits: a few tokens have most of a ro
 def tokens(
     rows: int, kv_heads: int, count: int, head_dim: int, seed: int, device: torch.device, dtype: torch.dtype
 ) -> Tensor:
-    """Return keys or values `[rows, kv_heads, count, head_dim]`: normal; some channels of a head are 8 times as wide, shifted."""
+    """Returns keys or values `[rows, kv_heads, count, head_dim]`: normal; some channels of a head are 8 times as wide, shifted."""
     draw = torch.Generator(device).manual_seed(seed)
     x = torch.randn(rows, kv_heads, count, head_dim, generator=draw, device=device, dtype=dtype)
     wide = torch.rand(kv_heads, head_dim, generator=draw, device=device).argsort(-1) < min(
@@ -21,7 +21,7 @@ def tokens(
 
 
 def queries(keys: Tensor, heads: int, count: int, seed: int) -> Tensor:
-    """Return queries `[rows, heads, count, head_dim]` whose scaled logits against `keys` have standard deviation `SPREAD`."""
+    """Returns queries `[rows, heads, count, head_dim]` whose scaled logits against `keys` have standard deviation `SPREAD`."""
     rows, kv_heads, held, head_dim = keys.shape
     draw = torch.Generator(keys.device).manual_seed(seed)
     query = torch.randn(rows, heads, count, head_dim, generator=draw, device=keys.device, dtype=keys.dtype)
@@ -32,7 +32,7 @@ def queries(keys: Tensor, heads: int, count: int, seed: int) -> Tensor:
 
 
 def vectors(count: int, width: int, seed: int, device: torch.device) -> Tensor:
-    """Return float32 `[count, width]`, sparse sums of shared directions with noise and three wider channels, for dictionaries."""
+    """Returns float32 `[count, width]`, sparse sums of shared directions with noise and three wider channels, for dictionaries."""
     draw = torch.Generator(device).manual_seed(seed)
     shared = torch.randn(64, width, generator=torch.Generator(device).manual_seed(0), device=device)
     weights = torch.randn(count, 64, generator=draw, device=device).relu()

@@ -64,7 +64,7 @@ class StepLaunches:
 
 @torch.no_grad()
 def launches_of(method: str, options: dict[str, Any]) -> StepLaunches:
-    """Return the launches of the step with the fewest among `STEPS` without the first one, so that it encodes no block.
+    """Returns the launches of the step with the fewest among `STEPS` without the first one, so that it encodes no block.
 
     Counted in the second layer; what the first layer launches more is work done once for all layers. The step is as in `generate`:
     with a speculative token if the method has one, and with the tokens that the step before fetched.

@@ -29,12 +29,12 @@ OWN = "as they are"
 
 
 def batch_1(bench: Bench) -> Measured:
-    """Measure one row."""
+    """Measures one row."""
     return swept(bench, 1)
 
 
 def batch_8(bench: Bench) -> Measured:
-    """Measure shape A."""
+    """Measures shape A."""
     return swept(bench, bench.sizes.batch)
 
 
@@ -75,7 +75,7 @@ def one_by_one() -> Iterator[None]:
 
 @torch.no_grad()
 def swept(bench: Bench, rows: int) -> Measured:
-    """Return figures such as "4 bit, 8 programs, 3 stages": the time with the kernel's default options over that with these."""
+    """Returns figures such as "4 bit, 8 programs, 3 stages": the time with the kernel's default options over that with these."""
     bench.needs_kernel("attend", "quantise")
     heads = replace(shape_a(bench), rows=rows)
     exact = [prompt_of(bench, heads, seed) for seed in range(bench.sizes.sets)]
@@ -117,7 +117,7 @@ def swept(bench: Bench, rows: int) -> Measured:
 
 @torch.no_grad()
 def of_steps(bench: Bench) -> Measured:
-    """Return figures such as "zipcache, 8 programs, 3 stages": a layer's step time with default options over that with these."""
+    """Returns figures such as "zipcache, 8 programs, 3 stages": a layer's step time with default options over that with these."""
     bench.needs_kernel("attend", "quantise")
     heads, known = shape_a(bench), {"zipcache": TIERS}
     known |= {f"kivi, {bits} bits": {"bits": bits, "residual": 128, **fitting(bench)} for bits in (4, 2)}

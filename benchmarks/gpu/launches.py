@@ -46,7 +46,7 @@ def supported(bench: Bench, *operations: str) -> Iterator[set[str]]:
 
 
 def by_kernel(bench: Bench, call: Callable[[], object]) -> dict[str, tuple[float, int]]:
-    """Return milliseconds and launches of each kernel of a call on the device; in a dry run of the CPU's operations.
+    """Returns milliseconds and launches of each kernel of a call on the device; in a dry run of the CPU's operations.
 
     Once used, the profiler slows down every later launch of the process.
     """
@@ -64,7 +64,7 @@ def by_kernel(bench: Bench, call: Callable[[], object]) -> dict[str, tuple[float
 
 
 def device_times(bench: Bench, call: Callable[[], object], most: int = 12) -> dict[str, float]:
-    """Return milliseconds in each kernel of a call, the longest first, and their sum as "all", without gaps between kernels.
+    """Returns milliseconds in each kernel of a call, the longest first, and their sum as "all", without gaps between kernels.
 
     Empty unless `CALIB_GPU_PROFILE=1`.
     """

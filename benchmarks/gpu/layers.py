@@ -29,12 +29,13 @@ class Heads:
 
 
 def bare_layer(method: str, heads: Heads, **options: Any) -> CompressedLayer:
-    """Return an empty layer of `method`; bases of `klt` are random."""
+    """Returns an empty layer of `method`; bases of `klt` are random."""
     return bare_layers(method, heads, 1, **options)[0]
 
 
 def bare_layers(method: str, heads: Heads, count: int, **options: Any) -> list[CompressedLayer]:
-    """Return `count` empty layers of one cache; those of `klt` have a random artifact, with sizes and predictions for `predict`."""
+    """Returns `count` empty layers of one cache; those of `klt` have a random artifact, with sizes and predictions for
+    `predict`."""
     # The configuration needs a hidden size that the number of heads divides.
     sizes = {"num_hidden_layers": count, "hidden_size": heads.heads, "intermediate_size": 8, "vocab_size": 8}
     shape = {"num_attention_heads": heads.heads, "num_key_value_heads": heads.kv_heads, "head_dim": heads.head_dim}
@@ -49,7 +50,7 @@ def bare_layers(method: str, heads: Heads, count: int, **options: Any) -> list[C
 
 @torch.no_grad()
 def forward(layer: CompressedLayer, query: Tensor, keys: Tensor, values: Tensor, speculative: bool = False) -> Tensor:
-    """Update the layer and return its attention output, as in a model; with `speculative` the last token is not stored."""
+    """Updates the layer and returns its attention output, as in a model; with `speculative` the last token is not stored."""
     layer.sequences.speculating = speculative
     layer.update(keys, values)
     return layer.attend(query, None, Logits(query.shape[-1] ** -0.5))
@@ -65,27 +66,27 @@ class Step:
 
     @staticmethod
     def drawn(bench: Bench, heads: Heads, keys: Tensor, seed: int, width: int = 1) -> "Step":
-        """Return a random step after a prompt with these `keys`, of `width` tokens."""
+        """Returns a random step after a prompt with these `keys`, of `width` tokens."""
         shape = (heads.rows, heads.kv_heads, width, heads.head_dim)
         new = [tokens(*shape, seed=seed + i, device=bench.device, dtype=bench.dtype) for i in (1, 2)]
         return Step(queries(keys, heads.heads, width, seed), *new)
 
 
 def prompt_of(bench: Bench, heads: Heads, seed: int, count: int | None = None) -> tuple[Tensor, Tensor]:
-    """Return random keys and values of a prompt of `count` tokens, by default `sizes.tokens`."""
+    """Returns random keys and values of a prompt of `count` tokens, by default `sizes.tokens`."""
     shape = (heads.rows, heads.kv_heads, count or bench.sizes.tokens, heads.head_dim)
     keys, values = (tokens(*shape, seed=10 * seed + i, device=bench.device, dtype=bench.dtype) for i in (1, 2))
     return keys, values
 
 
 def filled(layer: CompressedLayer, heads: Heads, keys: Tensor, values: Tensor, seed: int) -> CompressedLayer:
-    """Return the layer after a forward pass over a prompt with these keys and values."""
+    """Returns the layer after a forward pass over a prompt with these keys and values."""
     forward(layer, queries(keys, heads.heads, keys.shape[2], seed), keys, values)
     return layer
 
 
 def bits_per_value(layer: CompressedLayer) -> float:
-    """Return the bits per value of all that the layer's store holds on the device, with parameters, window and tables."""
+    """Returns the bits per value of all that the layer's store holds on the device, with parameters, window and tables."""
     assert layer.store is not None
     values = layer.store.footprint().values * sum(layer.sequences.lengths)
     return 8 * (measure(layer.store) - measure(layer.store.on_host())) / values

@@ -30,7 +30,7 @@ MATRIX = {80: 256, 90: 512}
 
 
 def busy(lines: Sequence[str], capability: int) -> dict[str, float]:
-    """Return the clocks of one turn of a warp, by issue and by pipe, from a loop's disassembled instructions (SASS)."""
+    """Returns the clocks of one turn of a warp, by issue and by pipe, from a loop's disassembled instructions (SASS)."""
     found = Counter[str]({"issue": len(lines)})
     for line in lines:
         name = name_of(line)
@@ -54,13 +54,14 @@ def busy(lines: Sequence[str], capability: int) -> dict[str, float]:
 
 
 def _tiles(line: str) -> int:
-    """Return the number of 8 x 8 matrices that one LDSM loads, one register of 4 bytes each."""
+    """Returns the number of 8 x 8 matrices that one LDSM loads, one register of 4 bytes each."""
     shape = re.search(r"M\w*88\.(\d)", line)
     return int(shape.group(1)) if shape else 1
 
 
 def _products(line: str) -> int:
-    """Return one warp's products: HMMA.16816 has 16 x 8 x 16; HGMMA.64x8x16 has 64 x 8 x 16 for four warps; 8 bits: IMMA, IGMMA."""
+    """Returns one warp's products: HMMA.16816 has 16 x 8 x 16; HGMMA.64x8x16 has 64 x 8 x 16 for four warps; 8 bits: IMMA,
+    IGMMA."""
     if shape := re.search(r"[HI]GMMA\.(\d+)x(\d+)x(\d+)", line):
         rows, columns, depth = map(int, shape.groups())
         return rows * columns * depth // 4

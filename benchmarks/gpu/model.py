@@ -12,7 +12,7 @@ SAID = "LlamaConfig of the 8B shape, random weights, 4 of 32 layers and an eight
 
 
 def model_of(bench: Bench) -> LlamaForCausalLM:
-    """Return the model in eval mode, on the device, in `bench.dtype`."""
+    """Returns the model in eval mode, on the device, in `bench.dtype`."""
     size = bench.sizes
     config = LlamaConfig(
         hidden_size=size.hidden,
@@ -37,7 +37,7 @@ def model_of(bench: Bench) -> LlamaForCausalLM:
 
 
 def ids_of(bench: Bench, rows: int, count: int) -> Tensor:
-    """Return random token ids `[rows, count]`."""
+    """Returns random token ids `[rows, count]`."""
     draw = torch.Generator().manual_seed(0)
     return torch.randint(3, bench.sizes.vocabulary, (rows, count), generator=draw).to(bench.device)
 

@@ -5,7 +5,7 @@ from typing import Any
 
 
 def operation(folder: str, name: str) -> Any:
-    """Return the function `name` of `kernels/FOLDER`."""
+    """Returns the function `name` of `kernels/FOLDER`."""
     try:
         return getattr(import_module(f"calib.kernels.{folder}.operation"), name)
     except ModuleNotFoundError:

@@ -19,23 +19,23 @@ EXACT = 2**-6
 
 
 def zipcache(bench: Bench) -> Measured:
-    """Measure ZipCache: scored by probes, two tiers."""
+    """Measures ZipCache: scored by probes, two tiers."""
     return measured(bench, "zipcache", ("probe_saliency", "quantise"))
 
 
 def mikv(bench: Bench) -> Measured:
-    """Measure MiKV: scored by all query rows."""
+    """Measures MiKV: scored by all query rows."""
     return measured(bench, "mikv", ("probe_saliency", "quantise"))
 
 
 def kivi(bench: Bench) -> Measured:
-    """Measure KIVI: not scored."""
+    """Measures KIVI: not scored."""
     return measured(bench, "kivi", ("quantise",))
 
 
 @torch.no_grad()
 def measured(bench: Bench, method: str, operations: tuple[str, ...]) -> Measured:
-    """Return the figure "overhead": the additional time of a prompt, as a share of that with DynamicCache."""
+    """Returns the figure "overhead": the additional time of a prompt, as a share of that with DynamicCache."""
     bench.needs_kernel(*operations)
     model = model_of(bench)
     ids = ids_of(bench, 1, bench.sizes.prompt)
@@ -56,7 +56,7 @@ def measured(bench: Bench, method: str, operations: tuple[str, ...]) -> Measured
 
 
 def prefill(model: LlamaForCausalLM, ids: Tensor, method: str | None) -> Tensor:
-    """Run a prompt with a fresh cache of `method` (None: DynamicCache); return the logits after it."""
+    """Runs a prompt with a fresh cache of `method` (None: DynamicCache); returns the logits after it."""
     if method is None:
         return model(ids, past_key_values=DynamicCache(config=model.config), logits_to_keep=1).logits
     with compress(model, method) as cache:

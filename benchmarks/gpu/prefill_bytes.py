@@ -26,13 +26,13 @@ def tensors_in(given: Any) -> Iterator[Tensor]:
 
 
 def bytes_of(tensor: Tensor) -> int:
-    """Return the bytes of a tensor's numbers; expanded (stride 0) axes count once."""
+    """Returns the bytes of a tensor's numbers; expanded (stride 0) axes count once."""
     sizes = (size for size, step in zip(tensor.shape, tensor.stride(), strict=True) if step or not size)
     return prod(sizes) * tensor.element_size()
 
 
 def moved(name: str, given: Sequence[Tensor], made: Sequence[Tensor]) -> int:
-    """Return the bytes that one operation moves, reading tensors `given` and writing tensors `made`."""
+    """Returns the bytes that one operation moves, reading tensors `given` and writing tensors `made`."""
     read, written = [bytes_of(part) for part in given], sum(map(bytes_of, made))
     if name in FILLING:
         return written
@@ -46,7 +46,7 @@ def moved(name: str, given: Sequence[Tensor], made: Sequence[Tensor]) -> int:
 
 
 def products_of(name: str, given: Sequence[Tensor]) -> int:
-    """Return the multiply-adds of a matrix product; 0 for other operations."""
+    """Returns the multiply-adds of a matrix product; 0 for other operations."""
     if name not in PRODUCTS:
         return 0
     *_, left, right = given

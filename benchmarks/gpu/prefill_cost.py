@@ -40,12 +40,12 @@ WIDE_PRODUCTS = {80: 64, 90: 128}
 
 
 def dense(device: Device) -> float:
-    """Return the dense 16-bit products per second, by the data sheet."""
+    """Returns the dense 16-bit products per second, by the data sheet."""
     return MATRIX[device.capability] * SCHEDULERS * device.multiprocessors * device.hertz
 
 
 def baseline(device: Device, size: Sizes = REAL) -> dict[str, float]:
-    """Return the least seconds of a layer without compression, by part.
+    """Returns the least seconds of a layer without compression, by part.
 
     It is the larger of matrix products at the peak rate and bytes at the rate of a copy. Norms, RoPE and other small operations
     cost nothing.
@@ -67,7 +67,7 @@ def baseline(device: Device, size: Sizes = REAL) -> dict[str, float]:
 
 
 def grouped(ours: Iterable[Launch], kernels: dict[str, str]) -> list[dict[str, Any]]:
-    """Return the launches summed by compiled kernel; `kernels` maps keys to names, and new kernels are added to it."""
+    """Returns the launches summed by compiled kernel; `kernels` maps keys to names, and new kernels are added to it."""
     found: dict[str, dict[str, Any]] = {}
     for launch in ours:
         name = kernels.setdefault(key_of(launch), named(launch, kernels.values()))
@@ -81,7 +81,7 @@ def grouped(ours: Iterable[Launch], kernels: dict[str, str]) -> list[dict[str, A
 
 
 def named(launch: Launch, taken: Iterable[str]) -> str:
-    """Return the kernel's name with its bits, and a number if that name is taken."""
+    """Returns the kernel's name with its bits, and a number if that name is taken."""
     bits = launch["values"].get("BITS")
     stem = launch["kernel"] if bits is None else f"{launch['kernel']}, {bits} bits"
     number = sum(name == stem or name.startswith(f"{stem}, no. ") for name in taken)
@@ -89,7 +89,7 @@ def named(launch: Launch, taken: Iterable[str]) -> str:
 
 
 def group_seconds(group: Mapping[str, Any], kernel: Mapping[str, Any], device: Device) -> dict[str, float]:
-    """Return the seconds of all launches of a kernel by each limit.
+    """Returns the seconds of all launches of a kernel by each limit.
 
     "bytes": at the rate of a copy. The busiest pipe: with programs spread evenly over the multiprocessors. "waits": the time of one
     program alone, times the number of rounds in which programs run one after the other.
@@ -115,7 +115,7 @@ def group_seconds(group: Mapping[str, Any], kernel: Mapping[str, Any], device: D
 def predicted(
     method: str, launched: Mapping[str, Any], kernels: Mapping[str, Mapping[str, Any]], device: Device
 ) -> dict[str, Any]:
-    """Return what a method adds to a layer's prefill on a GPU, in seconds, and as a share of the prefill."""
+    """Returns what a method adds to a layer's prefill on a GPU, in seconds, and as a share of the prefill."""
     parts = []
     for group in launched["ours"]:
         kernel = kernels[f"{group['kernel']} for sm_{device.capability}"]
@@ -149,7 +149,7 @@ def predicted(
 
 
 def beside(parts: Iterable[Mapping[str, Any]], launched: Mapping[str, Any], device: Device) -> float:
-    """Return the seconds that a side stream would still add if its bytes and launches were hidden completely.
+    """Returns the seconds that a side stream would still add if its bytes and launches were hidden completely.
 
     This is the time of its programs in schedulers and pipes, which limit the prefill; of torch only matrix products count.
     """
@@ -161,7 +161,7 @@ def beside(parts: Iterable[Mapping[str, Any]], launched: Mapping[str, Any], devi
 
 
 def launched_by(capability: int, methods: Iterable[str] = METHODS) -> dict[str, Any]:
-    """Return the output of `python -m benchmarks.gpu.prefill_launches`, a separate process because it interprets kernels."""
+    """Returns the output of `python -m benchmarks.gpu.prefill_launches`, a separate process because it interprets kernels."""
     command = [sys.executable, "-m", "benchmarks.gpu.prefill_launches", str(capability), *methods]
     found: dict[str, Any] = json.loads(
         subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
@@ -170,7 +170,7 @@ def launched_by(capability: int, methods: Iterable[str] = METHODS) -> dict[str, 
 
 
 def found_prefill() -> dict[str, Any]:
-    """Return all numbers of the page's part on prefills; launches differ between capabilities, as tile sizes do."""
+    """Returns all numbers of the page's part on prefills; launches differ between capabilities, as tile sizes do."""
     names: dict[str, str] = {}
     launched: dict[str, Any] = {}
     kernels: dict[str, Any] = {}

@@ -32,7 +32,7 @@ INNERMOST = dict.fromkeys(NESTED, 2) | {PROJECTED: 1, EXTREMES: 1}  # number of 
 
 
 def specialisation(launch: Launch) -> Specialisation:
-    """Return what Triton compiles for the launch: it specialises integers divisible by 16 and those equal to 1, where allowed."""
+    """Returns what Triton compiles for the launch: it specialises integers divisible by 16 and those equal to 1, where allowed."""
     kernel = getattr(import_module(launch["module"]), launch["kernel"])
     types: dict[str, str] = {}
     constants: dict[str, object] = {}
@@ -51,13 +51,13 @@ def specialisation(launch: Launch) -> Specialisation:
 
 
 def key_of(launch: Launch) -> str:
-    """Return a key that is equal for launches of the same compiled kernel."""
+    """Returns a key that is equal for launches of the same compiled kernel."""
     one = specialisation(launch)
     return repr((launch["kernel"], sorted(one.types.items()), sorted(one.constants.items()), one.warps, one.stages))
 
 
 def read(one: Specialisation, capability: int) -> dict[str, Any]:
-    """Return registers, programs at once and parts of a compiled kernel."""
+    """Returns registers, programs at once and parts of a compiled kernel."""
     kernel = compiled(one, capability)
     listing, used = disassembled(kernel)
     parts = parts_of(listing, one.kernel.__name__)
@@ -80,7 +80,7 @@ def read(one: Specialisation, capability: int) -> dict[str, Any]:
 
 
 def parts_of(listing: str, kernel: str) -> dict[str, list[str]]:
-    """Return the instructions of each part. Raises ValueError if the kernel's loops are not those expected."""
+    """Returns the instructions of each part. Raises ValueError if the kernel's loops are not those expected."""
     known = INNERMOST.get(kernel, 0)
     code, loops = code_and_loops(listing)
     loops = sorted(set(loops), key=lambda ends: ends[1] - ends[0])
@@ -103,7 +103,7 @@ def _within(one: tuple[int, int], other: tuple[int, int]) -> bool:
 
 
 def turns_of(launch: Launch) -> dict[str, int]:
-    """Return how often each part is run, by all programs together."""
+    """Returns how often each part is run, by all programs together."""
     programs = prod(launch["grid"])
     positions, given = launch["probes"], launch["values"]
     if launch["kernel"] == PROJECTED:
@@ -138,7 +138,7 @@ def turns_of(launch: Launch) -> dict[str, int]:
 
 
 def elements_of(launch: Launch) -> int:
-    """Return the elements that a launch processes: values encoded, measured or copied, logits, scores, or extremes merged."""
+    """Returns the elements that a launch processes: values encoded, measured or copied, logits, scores, or extremes merged."""
     given, grid = launch["values"], launch["grid"]
     if launch["kernel"] == COPIED:
         return int(sum(given[f"count_{i}"] * given[f"heads_{i}"] * given[f"width_{i}"] for i in range(grid[2])))
@@ -158,7 +158,7 @@ def elements_of(launch: Launch) -> int:
 
 
 def bytes_of_launch(launch: Launch) -> int:
-    """Return the least bytes that a launch moves: of tokens those encoded or measured, of other tensors everything once."""
+    """Returns the least bytes that a launch moves: of tokens those encoded or measured, of other tensors everything once."""
     tensors = launch["tensors"]
     if launch["kernel"] in (*NESTED, MEASURED):
         return sum(tensors.values())
@@ -180,6 +180,6 @@ def bytes_of_launch(launch: Launch) -> int:
 
 
 def through_cache(launch: Launch) -> int:
-    """Return the bytes of 16-bit tiles that all programs of a score kernel stream, mostly from the L2; 0 for other kernels."""
+    """Returns the bytes of 16-bit tiles that all programs of a score kernel stream, mostly from the L2; 0 for other kernels."""
     given = launch["values"]
     return elements_of(launch) // int(given["OWNED"]) * int(given["D"]) * 2 if launch["kernel"] in SCORED else 0

@@ -144,7 +144,7 @@ def kernels_noted(noted: Noted, runs: bool) -> Iterator[None]:
 
 
 def kernel_launch(kernel: Any, named: dict[str, Any], grid: Any) -> KernelLaunch:
-    """Return the record of a launch of `kernel` with its arguments by name."""
+    """Returns the record of a launch of `kernel` with its arguments by name."""
     constants = {name for name, kind in kernel.fn.__annotations__.items() if "constexpr" in str(kind)}
     types, values, tensors = {}, {}, {}
     for name in kernel.arg_names:
@@ -188,7 +188,7 @@ def fill(kernel: str, named: dict[str, Any]) -> None:
 def prefill_of(
     method: str, options: dict[str, Any], heads: Heads, count: int, runs: bool = False, capability: int = 90
 ) -> Noted:
-    """Return what a layer launches for a prompt of `count` tokens, as on a GPU of this capability."""
+    """Returns what a layer launches for a prompt of `count` tokens, as on a GPU of this capability."""
     layers = bare_layers(method, heads, LAYERS, **options)
     cpu, shape = torch.device("cpu"), (heads.rows, heads.kv_heads)
     given = [tokens(*shape, count, heads.head_dim, seed, cpu, torch.bfloat16) for seed in range(2)]

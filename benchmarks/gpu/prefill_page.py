@@ -140,7 +140,7 @@ def operation_rows(run: Run) -> Iterator[list[object]]:
 
 
 def _inside(run: Run, capability: str) -> Mapping[str, float]:
-    """Return the clocks of a turn of the kernel of ZipCache's probes, by pipe."""
+    """Returns the clocks of a turn of the kernel of ZipCache's probes, by pipe."""
     launches = run["launched"][capability]["zipcache"]["ours"]
     name = next(group["kernel"] for group in launches if group["kernel"].startswith("column_sums"))
     found: Mapping[str, float] = run["kernels"][f"{name} for sm_{capability}"]["parts"]["inside"]["busy"]
@@ -148,7 +148,7 @@ def _inside(run: Run, capability: str) -> Mapping[str, float]:
 
 
 def section(run: Run, of: Sequence[Run], nodes: Sequence[float]) -> str:
-    """Return the section; `of` are measured runs, `nodes` the least and most seconds of a launch."""
+    """Returns the section; `of` are measured runs, `nodes` the least and most seconds of a launch."""
     device, peaks = "H200", {own.capability: own for own in DEVICES.values()}.values()
     steps = {(step["method"], step["device"]): step for step in run["steps"]}
     zipcache, mikv, kivi = (steps[method, device] for method in ("zipcache", "mikv", "kivi"))

@@ -19,7 +19,7 @@ CLOSE = 1e-3  # largest relative difference of mean errors, which near ties may 
 
 @torch.no_grad()
 def pursuit(bench: Bench) -> Measured:
-    """Return the figures "float32" (the fastest form in plain torch) and "bfloat16": their time over ours."""
+    """Returns the figures "float32" (the fastest form in plain torch) and "bfloat16": their time over ours."""
     bench.needs_kernel("matching_pursuit")
     size = bench.sizes
     sets = [vectors(size.vectors, size.head_dim, seed, bench.device) for seed in range(1, 1 + size.sets)]
@@ -60,7 +60,7 @@ def pursuit(bench: Bench) -> Measured:
 
 
 def in_its_own_dtype(x: Tensor, atoms: Tensor, sparsity: int) -> tuple[Tensor, Tensor]:
-    """Run matching pursuit with one product, one argmax and one subtraction per step, all in the dtype of `x`."""
+    """Runs matching pursuit with one product, one argmax and one subtraction per step, all in the dtype of `x`."""
     residual, index, coefficient = x.clone(), [], []
     for _ in range(sparsity):
         correlations = residual @ atoms.mT
@@ -73,6 +73,6 @@ def in_its_own_dtype(x: Tensor, atoms: Tensor, sparsity: int) -> tuple[Tensor, T
 
 
 def left(x: Tensor, index: Tensor, coefficient: Tensor, atoms: Tensor) -> float:
-    """Return the mean of |x - x^|^2 / |x|^2."""
+    """Returns the mean of |x - x^|^2 / |x|^2."""
     apart = (x - desparsify(index, coefficient, atoms)).square().sum(1)
     return float((apart / x.square().sum(1)).mean())

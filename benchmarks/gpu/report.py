@@ -23,13 +23,13 @@ Records = Sequence[Mapping[str, Any]]
 
 
 def rows(records: Records) -> list[dict[str, Any]]:
-    """Return every target with its measured low, median and high and the limit reached, or the reason why there is none."""
+    """Returns every target with its measured low, median and high and the limit reached, or the reason why there is none."""
     by_name = {record["name"]: record for record in records}
     return [_row(target, by_name.get(target.measurement)) for target in TARGETS]
 
 
 def newest(runs: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return for every measurement the last record with figures, or else its last record; `runs` are in order of time."""
+    """Returns for every measurement the last record with figures, or else its last record; `runs` are in order of time."""
     found: dict[str, Mapping[str, Any]] = {}
     for record in (record for run in runs for record in run["measurements"]):
         if "figures" in record or "figures" not in found.get(record["name"], {}):
@@ -56,12 +56,12 @@ def _row(target: Target, record: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def markdown(records: Records) -> str:
-    """Return the table in Markdown, with `not yet measured` for targets without a record."""
+    """Returns the table in Markdown, with `not yet measured` for targets without a record."""
     return _table({"measured": records})
 
 
 def compared(runs: Sequence[Mapping[str, Any]]) -> str:
-    """Return the table with a column for every GPU, with its newest measurements; `runs` are in order of time."""
+    """Returns the table with a column for every GPU, with its newest measurements; `runs` are in order of time."""
     names = dict.fromkeys(run["device"]["name"] for run in runs)
     return _table({name: newest([run for run in runs if run["device"]["name"] == name]) for name in names})
 
@@ -82,7 +82,7 @@ def _table(columns: Mapping[str, Records]) -> str:
 
 
 def _shown(target: Target, row: Mapping[str, Any]) -> str:
-    """Return the measured figures and the limit that they reach, or the reason, as text."""
+    """Returns the measured figures and the limit that they reach, or the reason, as text."""
     if not row["measured"]:
         return REWORDED.get(row["reason"], str(row["reason"])).replace("|", "/")
     low, median, high = (target.shown(row["measured"][name]) for name in ("low", "median", "high"))
@@ -90,7 +90,7 @@ def _shown(target: Target, row: Mapping[str, Any]) -> str:
 
 
 def plain(records: Records) -> str:
-    """Return the table as plain text in columns."""
+    """Returns the table as plain text in columns."""
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in markdown(records).splitlines()]
     del cells[1]
     widths = [max(len(line[at]) for line in cells) for at in range(len(cells[0]))]
@@ -100,7 +100,7 @@ def plain(records: Records) -> str:
 
 
 def device_of(index: int = 0) -> dict[str, Any]:
-    """Return the properties of a GPU."""
+    """Returns the properties of a GPU."""
     properties = torch.cuda.get_device_properties(index)
     return {
         "name": properties.name,
@@ -112,7 +112,7 @@ def device_of(index: int = 0) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str | None]:
-    """Return the versions of Python, CUDA and the packages that affect figures."""
+    """Returns the versions of Python, CUDA and the packages that affect figures."""
     found: dict[str, str | None] = {"python": platform.python_version(), "cuda": torch.version.cuda}
     for package in PACKAGES:
         try:
@@ -158,5 +158,5 @@ class Run:
 
 
 def folder_of(asked: Path | None) -> Path:
-    """Return the folder of a run's file: `asked`, else that of the variable OUT, else benchmarks/results."""
+    """Returns the folder of a run's file: `asked`, else that of the variable OUT, else benchmarks/results."""
     return asked or Path(os.environ.get("OUT") or RESULTS)

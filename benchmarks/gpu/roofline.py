@@ -71,7 +71,7 @@ CASES = (
 
 
 def bytes_of_token(one: Specialisation) -> float:
-    """Return the bytes of a token's keys and values of one KV head that this kernel reads, parameters included."""
+    """Returns the bytes of a token's keys and values of one KV head that this kernel reads, parameters included."""
     given: Any = one.constants
     found = 0.0
     for role, letter in (("KEY", "K"), ("VALUE", "V")):
@@ -85,7 +85,7 @@ def bytes_of_token(one: Specialisation) -> float:
 
 
 def loop_of(name: str, one: Specialisation, capability: int, figures: LoopFigures) -> dict[str, Any]:
-    """Return the figures of a compiled loop."""
+    """Returns the figures of a compiled loop."""
     alone = turn_alone(figures.lines)
     return {
         "name": name,
@@ -112,7 +112,7 @@ def loop_of(name: str, one: Specialisation, capability: int, figures: LoopFigure
 
 
 def attended(loop: Mapping[str, Any], tokens: int, case: Case, device: Device) -> dict[str, Any]:
-    """Return the seconds of a launch of attention over `tokens` tokens of every row, by each limit: bytes, busiest pipe, waits.
+    """Returns the seconds of a launch of attention over `tokens` tokens of every row, by each limit: bytes, busiest pipe, waits.
 
     A program processes a run of turns of one row's KV head. The multiprocessor with the most programs finishes last.
     """
@@ -139,7 +139,7 @@ def attended(loop: Mapping[str, Any], tokens: int, case: Case, device: Device) -
 def predicted(
     case: Case, loops: Mapping[tuple[str, int], Mapping[str, Any]], launches: int, device: Device
 ) -> dict[str, Any]:
-    """Return the prediction of a step: its launches of attention in sequence, plus the cost of all launches.
+    """Returns the prediction of a step: its launches of attention in sequence, plus the cost of all launches.
 
     It is compared with SDPA over the same tokens in 16 bits, assumed to be limited by bytes alone.
     """
@@ -177,14 +177,14 @@ def predicted(
 
 
 def launches_of(methods: Iterable[str]) -> dict[str, int]:
-    """Return the launches of a decode step in a layer, by method, from `python -m benchmarks.gpu.launches`."""
+    """Returns the launches of a decode step in a layer, by method, from `python -m benchmarks.gpu.launches`."""
     command = [sys.executable, "-m", "benchmarks.gpu.launches", *methods]
     table = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     return {name: int(count) for name, count in re.findall(r"^(\w+) +\d+ +\d+ +(\d+) ", table, re.M)}
 
 
 def found() -> dict[str, Any]:
-    """Return all numbers of the page."""
+    """Returns all numbers of the page."""
     from benchmarks.gpu.roofline_lists import list_loops
     from calib.kernels.attend.specialisations import SPECIALISATIONS
 

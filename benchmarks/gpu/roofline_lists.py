@@ -25,7 +25,7 @@ AT_ONCE = {SCORES: OF_SCORES.value, MIXTURES: OF_MIXTURES.value}
 
 
 def list_loop(name: str, capability: int) -> dict[str, Any]:
-    """Return the figures of a compiled kernel's two loops: the outer one as `around`, the inner one as `inside`."""
+    """Returns the figures of a compiled kernel's two loops: the outer one as `around`, the inner one as `inside`."""
     one: Specialisation = SPECIALISATIONS[name]
     kernel = compiled(one, capability)
     listing, used = disassembled(kernel)
@@ -46,13 +46,13 @@ def list_loop(name: str, capability: int) -> dict[str, Any]:
 
 
 def list_loops() -> list[dict[str, Any]]:
-    """Return the figures of both kernels, for every capability for which times are predicted."""
+    """Returns the figures of both kernels, for every capability for which times are predicted."""
     capabilities = dict.fromkeys(own.capability for own in DEVICES.values())
     return [list_loop(name, capability) for name in (SCORES, MIXTURES) for capability in capabilities]
 
 
 def turns_of_tile(share: float) -> float:
-    """Return the mean number of turns of the scores' inner loop for a tile, which its token with the most outliers decides.
+    """Returns the mean number of turns of the scores' inner loop for a tile, which its token with the most outliers decides.
 
     Each channel of a token has an outlier with probability `share`.
     """
@@ -67,14 +67,14 @@ def turns_of_tile(share: float) -> float:
 
 
 def turns_of_stretch(share: float) -> float:
-    """Return the mean number of turns of the mixtures' inner loop for a stretch; the last turn is half full on average."""
+    """Returns the mean number of turns of the mixtures' inner loop for a stretch; the last turn is half full on average."""
     return LONGEST * share * REAL.head_dim / (LANES * AT_ONCE[MIXTURES]) + 0.5
 
 
 def listed(
     loop: Mapping[str, Any], share: float, splits: int, device: Device, heads: int, query_rows: int
 ) -> dict[str, Any]:
-    """Return the seconds of a launch by each limit, as `roofline.attended` does; `splits` are attention's parts of a head."""
+    """Returns the seconds of a launch by each limit, as `roofline.attended` does; `splits` are attention's parts of a head."""
     scores, tokens = loop["name"] == SCORES, REAL.tokens
     if scores:
         tiles = tokens // TOKENS

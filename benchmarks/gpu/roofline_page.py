@@ -108,7 +108,7 @@ Run = Mapping[str, Any]
 
 
 def runs() -> list[Run]:
-    """Return the runs measured on GPUs, the newest last."""
+    """Returns the runs measured on GPUs, the newest last."""
     found = [json.loads(file.read_text(encoding="utf-8")) for file in RESULTS.glob("gpu-*.json")]
     return sorted(found, key=lambda run: run["when"])
 
@@ -172,7 +172,7 @@ def list_rows(run: Run) -> Iterator[list[object]]:
 
 
 def page(run: Run, of: Sequence[Run]) -> str:
-    """Return the whole page; `of` are measured runs."""
+    """Returns the whole page; `of` are measured runs."""
     from benchmarks.gpu.devices import BASELINE_NODES
     from benchmarks.gpu.roofline_lists import AT_ONCE, MIXTURES, SCORES, turns_of_stretch, turns_of_tile
     from calib.kernels.attend.options import PROGRAMS

@@ -24,7 +24,7 @@ CHECKED = 128  # probe rows whose scores are compared with plain torch, which is
 
 @torch.no_grad()
 def probes(bench: Bench) -> Measured:
-    """Return the figure "share of flash": the time for a tenth of the rows, half of them the newest, over the causal forward.
+    """Returns the figure "share of flash": the time for a tenth of the rows, half of them the newest, over the causal forward.
 
     The rows' normalisers are given, if the prefill's attention returns them.
     """
@@ -61,14 +61,14 @@ def probes(bench: Bench) -> Measured:
 
 
 def probe_rows(count: int) -> Tensor:
-    """Return the probe rows: half the newest rows, half evenly spaced among the others; int64 on the host, increasing."""
+    """Returns the probe rows: half the newest rows, half evenly spaced among the others; int64 on the host, increasing."""
     half = max(1, int(count * SHARE / 2))
     earlier = torch.linspace(0, count - half - 1, half).round().long().unique()
     return torch.cat([earlier, torch.arange(count - half, count)])
 
 
 def checked(bench: Bench, given: QKV, positions: Tensor, scale: float, sums: Tensor | None) -> tuple[list[str], float]:
-    """Compare the attention mass of some rows, with the given normalisers `sums`, with plain torch, which recomputes them."""
+    """Compares the attention mass of some rows, with the given normalisers `sums`, with plain torch, which recomputes them."""
     step = max(1, len(positions) // CHECKED)
     some = positions[::step]
     score = partial(attention_mass, given.query[:, :, some], given.keys, some, scale)

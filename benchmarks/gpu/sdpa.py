@@ -22,14 +22,14 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def grouped(backend: SDPBackend, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """Attend one query token per row, with the query heads of a KV head as the rows of one head, so that keys are read once."""
+    """Attends one query token per row, with the query heads of a KV head as the rows of one head, so that keys are read once."""
     rows = query.unflatten(1, (keys.shape[1], -1)).flatten(2, 3)
     with sdpa_kernel(backend):
         return F.scaled_dot_product_attention(rows, keys, values).flatten(1, 2).unsqueeze(2)
 
 
 def by_heads(backend: SDPBackend, query: Tensor, keys: Tensor, values: Tensor, causal: bool = False) -> Tensor:
-    """Attend with separate query heads (`enable_gqa`)."""
+    """Attends with separate query heads (`enable_gqa`)."""
     with sdpa_kernel(backend):
         return F.scaled_dot_product_attention(
             query, keys, values, is_causal=causal, enable_gqa=query.shape[1] > keys.shape[1]
@@ -39,7 +39,7 @@ def by_heads(backend: SDPBackend, query: Tensor, keys: Tensor, values: Tensor, c
 def fastest_decode(
     bench: Bench, query: Tensor, keys: Tensor, values: Tensor
 ) -> tuple[str, Attention, dict[str, float]]:
-    """Return the name and function of the fastest way to attend `query [rows, heads, 1, D]`, and the milliseconds of all."""
+    """Returns the name and function of the fastest way to attend `query [rows, heads, 1, D]`, and the milliseconds of all."""
     ways = {
         f"{name}, {form.__name__.replace('_', ' ')}": partial(form, backend)
         for name, backend in BACKENDS.items()
@@ -51,7 +51,7 @@ def fastest_decode(
 def fastest_causal(
     bench: Bench, query: Tensor, keys: Tensor, values: Tensor
 ) -> tuple[str, Attention, dict[str, float]]:
-    """Return the same for a causal prompt; on a GPU without "math", which forms the whole matrix."""
+    """Returns the same for a causal prompt; on a GPU without "math", which forms the whole matrix."""
     usable = BACKENDS if not bench.on_gpu else {name: own for name, own in BACKENDS.items() if name != "math"}
     return _fastest(
         bench, {name: partial(by_heads, own, causal=True) for name, own in usable.items()}, query, keys, values

@@ -26,7 +26,7 @@ LOW = {"bits": 2, "group": 32, "residual": 64}
 
 @torch.no_grad()
 def fetching(bench: Bench) -> Measured:
-    """Return the figure "with fetch": the step's time with fetching over that without."""
+    """Returns the figure "with fetch": the step's time with fetching over that without."""
     bench.needs_kernel("attend", "host_gather")
     heads, count, steps = shape_a(bench), bench.sizes.host_sets, []
     layers = {

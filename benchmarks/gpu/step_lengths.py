@@ -17,7 +17,7 @@ SHARES = (1 / 16, 1 / 4, 1 / 2, 1)  # of the tokens of shape A
 
 @torch.no_grad()
 def by_tokens(bench: Bench) -> Measured:
-    """Return figures such as "zipcache, 2048 tokens": milliseconds of a layer's step."""
+    """Returns figures such as "zipcache, 2048 tokens": milliseconds of a layer's step."""
     bench.needs_kernel("attend", "quantise")
     heads, known = shape_a(bench), {"zipcache": TIERS}
     known |= {f"kivi, {bits} bits": {"bits": bits, **fitting(bench)} for bits in (4, 2)}

@@ -22,7 +22,7 @@ LAYERS = 8
 
 @torch.no_grad()
 def step_profile(bench: Bench) -> Measured:
-    """Return the figures "METHOD, ours": the share of our kernels in the device's time of a step; times are in the details."""
+    """Returns the figures "METHOD, ours": the share of our kernels in the device's time of a step; times are in the details."""
     bench.needs_kernel("attend", "quantise")
     heads, methods = shape_a(bench), {"zipcache": TIERS, "kivi": {"bits": 4, **fitting(bench)}, "gear": {}, "mikv": {}}
     keys, values = prompt_of(bench, heads, 0)
@@ -57,7 +57,7 @@ def step_profile(bench: Bench) -> Measured:
 
 
 def host_milliseconds(bench: Bench, call: Callable[[], object]) -> float:
-    """Return the host's median milliseconds to launch a layer's step, without waiting for the device."""
+    """Returns the host's median milliseconds to launch a layer's step, without waiting for the device."""
     taken = []
     for _ in range(HOSTS):
         if bench.on_gpu:

@@ -20,7 +20,7 @@ Record = dict[str, Any]
 
 
 def worker(seconds: float, names: Sequence[str]) -> list[str]:
-    """Return the command of a worker process."""
+    """Returns the command of a worker process."""
     return [sys.executable, "-m", "benchmarks.gpu.worker", str(seconds), *names]
 
 
@@ -96,7 +96,7 @@ def _read(process: "subprocess.Popen[str]", lines: "queue.Queue[str | None]") ->
 
 
 def _json(line: str) -> Record:
-    """Return a worker's line as a record; empty for other output, such as a library's."""
+    """Returns a worker's line as a record; empty for other output, such as a library's."""
     try:
         said = json.loads(line)
     except ValueError:

@@ -68,14 +68,14 @@ class Target:
     more: bool = True
 
     def reached(self, value: float) -> str:
-        """Return the best limit that `value` reaches: "stretch" or "accept"; else "missed"."""
+        """Returns the best limit that `value` reaches: "stretch" or "accept"; else "missed"."""
         for name, limit in (("stretch", self.stretch), ("accept", self.accept)):
             if value >= limit if self.more else value <= limit:
                 return name
         return "missed"
 
     def shown(self, value: float | None) -> str:
-        """Return a number of this row as text; empty for None."""
+        """Returns a number of this row as text; empty for None."""
         if value is None:
             return ""
         return f"{100 * value:.3g} %" if self.unit == "%" else f"{value:.2f}{self.unit}"
@@ -84,7 +84,7 @@ class Target:
 def less(
     name: str, measurement: str, figure: str, accept: float, stretch: float, ideal: float | None, unit: str
 ) -> Target:
-    """Return a row for which smaller values are better."""
+    """Returns a row for which smaller values are better."""
     return Target(name, measurement, figure, accept, stretch, ideal, unit, more=False)
 
 

@@ -20,7 +20,7 @@ Ratios = Mapping[str, tuple[str, str]]
 
 
 def milliseconds(bench: Bench, step: Callable[[], object]) -> float:
-    """Return the milliseconds of one call, by device events; on a CPU by the host's clock."""
+    """Returns the milliseconds of one call, by device events; on a CPU by the host's clock."""
     if not bench.on_gpu:
         start = time.perf_counter()
         step()
@@ -37,7 +37,7 @@ def milliseconds(bench: Bench, step: Callable[[], object]) -> float:
 def in_turns_or_none(
     bench: Bench, steps: Mapping[str, Callable[[], object]], ratios: Ratios, kept: Mapping[str, object]
 ) -> dict[str, dict[str, list[float]]] | None:
-    """Return the result of `in_turns`; None if the time is over but earlier figures, `kept`, exist."""
+    """Returns the result of `in_turns`; None if the time is over but earlier figures, `kept`, exist."""
     try:
         return in_turns(bench, steps, ratios)
     except NotMeasured:
@@ -49,7 +49,7 @@ def in_turns_or_none(
 def in_turns(
     bench: Bench, steps: Mapping[str, Callable[[], object]], ratios: Ratios
 ) -> dict[str, dict[str, list[float]]]:
-    """Return quartiles of every step's milliseconds and of `ratios` (numerator, denominator), in up to `sizes.turns` turns.
+    """Returns quartiles of every step's milliseconds and of `ratios` (numerator, denominator), in up to `sizes.turns` turns.
 
     Raises NotMeasured if the time is over after fewer than `LEAST` turns.
     """

@@ -18,7 +18,7 @@ from benchmarks.gpu.targets import MEASUREMENTS, ON_REQUEST
 
 
 def record_of(measurement: Measurement, device: torch.device, sizes: Sizes, left: float) -> dict[str, Any]:
-    """Run a measurement and return its record: figures and details, or the reason why there are none, in one line."""
+    """Runs a measurement and returns its record: figures and details, or the reason why there are none, in one line."""
     start = time.monotonic()
     bench = Bench(device, sizes, start + min(measurement.seconds, left))
     record: dict[str, Any] = {"name": measurement.name}
@@ -34,7 +34,7 @@ def record_of(measurement: Measurement, device: torch.device, sizes: Sizes, left
 
 
 def is_usable() -> bool:
-    """Return whether the device still works: after an illegal access nothing more can be measured in this process."""
+    """Returns whether the device still works: after an illegal access nothing more can be measured in this process."""
     try:
         torch.cuda.synchronize()
         torch.cuda.empty_cache()

@@ -16,7 +16,7 @@ CELL, ROW, LETTER = 6, 14, 11  # width of a square, height of a row and of lette
 
 
 def has_bits(artifact: Artifact) -> bool:
-    """Return whether `klt` could use the artifact: it has components of keys and values, and heads are large enough."""
+    """Returns whether `klt` could use the artifact: it has components of keys and values, and heads are large enough."""
     coding = coding_of(artifact)
     if not all(artifact.has(coding.name(role, "errors")) for role in ROLES):
         return False
@@ -27,12 +27,12 @@ def has_bits(artifact: Artifact) -> bool:
 
 
 def drawn(budgets: Allocator) -> float:
-    """Return the budget of the drawing; heads of few channels need more than `DRAWN` bits per value."""
+    """Returns the budget of the drawing; heads of few channels need more than `DRAWN` bits per value."""
     return max(DRAWN, budgets.least_bits)
 
 
 def bits_table(artifact: Artifact) -> Table:
-    """Return a table of bits per value of each layer's keys and values at each budget, and the expected loss in nats."""
+    """Returns a table of bits per value of each layer's keys and values at each budget, and the expected loss in nats."""
     budgets = allocator(artifact)
     shown = drawn(budgets)
     told = sorted({shown, *(bits for bits in BUDGETS if bits >= budgets.least_bits)}, reverse=True)
@@ -51,13 +51,13 @@ def bits_table(artifact: Artifact) -> Table:
 
 
 def mean_bits(artifact: Artifact, allocation: Allocation, role: str, layer: int) -> float:
-    """Return the bits per value of a layer's keys or values."""
+    """Returns the bits per value of a layer's keys or values."""
     heads, channels = artifact.tensor("values.klt.mean").shape[1:]
     return 16 * sum(allocation.streams[role][layer].counts) / (heads * channels)
 
 
 def bits_map(artifact: Artifact) -> str:
-    """Return the drawing as SVG: a row for each layer's keys and for its values, with a square for each component.
+    """Returns the drawing as SVG: a row for each layer's keys and for its values, with a square for each component.
 
     Components are in the artifact's order, most variance first; the colour is the mean bits of the layer's heads, full at 8.
     """
@@ -89,7 +89,7 @@ def _layer(allocation: Allocation, layer: int, channels: int, margin: int) -> It
 
 
 def _bits(allocation: Allocation, role: str, layer: int, channels: int) -> Tensor:
-    """Return the bits of each component, the mean of the layer's heads: float64 `[channels]`."""
+    """Returns the bits of each component, the mean of the layer's heads: float64 `[channels]`."""
     words = allocation.streams[role][layer]
     of_heads = [(words.bits_of(head) + [0] * channels)[:channels] for head in range(len(words.counts))]
     return torch.tensor(of_heads, dtype=torch.float64).mean(0)

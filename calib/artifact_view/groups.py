@@ -32,7 +32,7 @@ class Group:
 
 
 def groups(artifact: Artifact) -> list[Group]:
-    """Return all groups, those of keys first."""
+    """Returns all groups, those of keys first."""
     metrics = artifact.provenance.get("metrics")
     listed = metrics.get("dictionaries") if isinstance(metrics, dict) else None
     rows = [row for row in listed if is_group(row)] if isinstance(listed, list) else []
@@ -52,7 +52,7 @@ def groups(artifact: Artifact) -> list[Group]:
 
 
 def is_group(row: Any) -> bool:
-    """Return whether `row` is a dict of a group's figures as `calib fit` writes it."""
+    """Returns whether `row` is a dict of a group's figures as `calib fit` writes it."""
     return (
         isinstance(row, dict)
         and row.get("stream") in STREAMS
@@ -63,5 +63,5 @@ def is_group(row: Any) -> bool:
 
 
 def is_number(value: object) -> bool:
-    """Return whether `value` is a number that can be drawn (below 2^53, and no bool)."""
+    """Returns whether `value` is a number that can be drawn (below 2^53, and no bool)."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 2**53

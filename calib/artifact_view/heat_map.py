@@ -14,7 +14,7 @@ DARK = 0.6  # share of full colour from which on the value is written in the pag
 
 
 def heat_map(divergence: Tensor, groups: Sequence[Sequence[int]], stream: str) -> str:
-    """Return the drawing as SVG; colour is proportional to the divergence, full at ln 2.
+    """Returns the drawing as SVG; colour is proportional to the divergence, full at ln 2.
 
     Args:
         divergence: `[layers, layers]`, 0 to ln 2.
@@ -54,7 +54,7 @@ class Grid:
         return 5 * self.letter // 2
 
     def position(self, layer: int) -> int:
-        """Return the coordinate at which the layer's squares begin."""
+        """Returns the coordinate at which the layer's squares begin."""
         return self.margin + layer * self.cell
 
 

@@ -10,7 +10,7 @@ LABELS = dict(zip(LOSSES, ("k-means", "trained"), strict=True))
 
 
 def loss_bars(groups: Sequence[Group]) -> str:
-    """Return two bars for each group with figures, all on one scale from 0."""
+    """Returns two bars for each group with figures, all on one scale from 0."""
     measured = [group for group in groups if group.figures]
     most = max((group.figures[name] for group in measured for name in LOSSES), default=0) or 1
     return "\n".join(['<div class="bars">', *(line for group in measured for line in bars(group, most)), "</div>"])

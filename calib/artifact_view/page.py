@@ -17,7 +17,7 @@ from calib.runtime.artifact.tensor_registry import STREAMS
 
 
 def page(artifact: Artifact, path: Path) -> str:
-    """Return the page for the artifact in the file `path`: tables, heat maps of divergences, bits of components, loss bars.
+    """Returns the page for the artifact in the file `path`: tables, heat maps of divergences, bits of components, loss bars.
 
     All text from the file is escaped, and a content security policy forbids the browser to load anything.
     """

@@ -20,7 +20,7 @@ MOST_COLUMNS, MOST_ROWS = 256, 4096  # largest table of layers shown; a fit of e
 
 
 def tables(artifact: Artifact, path: Path) -> list[Table]:
-    """Return all tables of the artifact in the file `path`; names and values are not escaped."""
+    """Returns all tables of the artifact in the file `path`; names and values are not escaped."""
     metrics = artifact.provenance.get("metrics", {})
     layers = metrics["layers"] if isinstance(metrics, dict) and is_table(metrics.get("layers")) else None
     return [
@@ -33,7 +33,7 @@ def tables(artifact: Artifact, path: Path) -> list[Table]:
 
 
 def summary(artifact: Artifact, path: Path) -> Table:
-    """Return the table of the file's own data: name, model, provenance, tuned options."""
+    """Returns the table of the file's own data: name, model, provenance, tuned options."""
     model, provenance = artifact.fingerprint, dict(artifact.provenance)
     metrics = provenance.pop("metrics", {})
     if isinstance(metrics, dict):
@@ -65,7 +65,7 @@ def summary(artifact: Artifact, path: Path) -> Table:
 
 
 def group_table(found: Sequence[Group]) -> Table:
-    """Return the table of the groups of layers of both streams, with the errors of their dictionaries."""
+    """Returns the table of the groups of layers of both streams, with the errors of their dictionaries."""
     header = ["group", "layers", "atoms", "channels", "k-means", "trained", "epochs", "dead"]
     rows = [
         [
@@ -80,7 +80,7 @@ def group_table(found: Sequence[Group]) -> Table:
 
 
 def layer_table(layers: Sequence[Mapping[str, float]]) -> Table:
-    """Return a table of the fit's metrics with one row for each layer."""
+    """Returns a table of the fit's metrics with one row for each layer."""
     names = list(dict.fromkeys(name for row in layers for name in row if name != "layer"))
     rows = [
         [str(row.get("layer", index)), *(number(row.get(name)) for name in names)] for index, row in enumerate(layers)
@@ -89,7 +89,7 @@ def layer_table(layers: Sequence[Mapping[str, float]]) -> Table:
 
 
 def tensor_table(artifact: Artifact) -> Table:
-    """Return a table with one row for each tensor: shape, least, median and greatest entry."""
+    """Returns a table with one row for each tensor: shape, least, median and greatest entry."""
     rows = [
         [name, inline(list(tensor.shape)), *map(number, spread(tensor).values())]
         for name, tensor in artifact.tensors.items()
@@ -99,7 +99,7 @@ def tensor_table(artifact: Artifact) -> Table:
 
 
 def spread(tensor: Tensor) -> dict[str, float | None]:
-    """Return least, median (the lower one of two) and greatest entry; None for a tensor without entries."""
+    """Returns least, median (the lower one of two) and greatest entry; None for a tensor without entries."""
     if tensor.numel() == 0:
         return {"min": None, "median": None, "max": None}
     entries = tensor.double().flatten()
@@ -107,7 +107,7 @@ def spread(tensor: Tensor) -> dict[str, float | None]:
 
 
 def is_table(value: object) -> bool:
-    """Return whether a metric is a list of dicts of numbers, one for each layer, of a size that a table can show."""
+    """Returns whether a metric is a list of dicts of numbers, one for each layer, of a size that a table can show."""
     return (
         isinstance(value, list)
         and 0 < len(value) <= MOST_ROWS
@@ -117,22 +117,22 @@ def is_table(value: object) -> bool:
 
 
 def is_group_list(value: object) -> bool:
-    """Return whether a metric is a list of groups' figures."""
+    """Returns whether a metric is a list of groups' figures."""
     return isinstance(value, list) and bool(value) and all(map(is_group, value))
 
 
 def number(value: object) -> str:
-    """Return a number as text, with four digits if it is a float; a dash for None."""
+    """Returns a number as text, with four digits if it is a float; a dash for None."""
     return "-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def cut(text: str) -> str:
-    """Return `text`, cut to `LONGEST` characters."""
+    """Returns `text`, cut to `LONGEST` characters."""
     return text if len(text) <= LONGEST else f"{text[:LONGEST]} ..."
 
 
 def inline(value: Any) -> str:
-    """Return a JSON value on one line, without the quotes and braces of the outermost level."""
+    """Returns a JSON value on one line, without the quotes and braces of the outermost level."""
     if isinstance(value, Mapping):
         return ", ".join(f"{key} {inline(entry)}" for key, entry in sorted(value.items())) or "none"
     return "none" if value is None else value if isinstance(value, str) else json.dumps(value)

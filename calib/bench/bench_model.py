@@ -64,7 +64,7 @@ class BenchModel:
         yield from self.model.buffers()
 
     def prompt(self, batch: int, context: int) -> Tensor:
-        """Return random tokens [batch, context] int64, the same for every row of a table."""
+        """Returns random tokens [batch, context] int64, the same for every row of a table."""
         words = self.model.config.get_text_config(decoder=True).vocab_size
         drawn = torch.Generator().manual_seed(self.request.seed)
         return torch.randint(words, (batch, context), generator=drawn).to(self.device)
@@ -82,12 +82,12 @@ class BenchModel:
                 config._attn_implementation_internal = name
 
     def versions(self) -> dict[str, str]:
-        """Return the versions of the packages that the figures depend on."""
+        """Returns the versions of the packages that the figures depend on."""
         return {"calib": __version__, **{name: version(name) for name in VERSIONS}}
 
 
 def prepare(request: BenchRequest) -> BenchModel:
-    """Load the model and open every row's cache once as a check; raises UsageError if the request cannot be run."""
+    """Loads the model and opens every row's cache once as a check; raises UsageError if the request cannot be run."""
     if request.threads is not None:
         torch.set_num_threads(request.threads)
     device = usable_device(request.device)
@@ -107,6 +107,6 @@ def prepare(request: BenchRequest) -> BenchModel:
 
 
 def positions(model: PreTrainedModel) -> int | None:
-    """Return the model's `max_position_embeddings`; None if its configuration has none."""
+    """Returns the model's `max_position_embeddings`; None if its configuration has none."""
     found: int | None = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     return found

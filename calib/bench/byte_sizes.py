@@ -10,7 +10,7 @@ SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?))?B", re.IGNORECASE)
 
 
 def parse_size(text: object, key: str) -> int:
-    """Return the bytes of "24GiB" (powers of 1024), "512MB" (powers of 1000), "4096B" or a plain number of bytes.
+    """Returns the bytes of "24GiB" (powers of 1024), "512MB" (powers of 1000), "4096B" or a plain number of bytes.
 
     Raises UsageError that names `key` for anything else, and for sizes below 1 byte.
     """
@@ -27,7 +27,7 @@ def parse_size(text: object, key: str) -> int:
 
 
 def spoken_size(size: float) -> str:
-    """Format a size as "1.50 GiB", in the largest binary unit of which there is at least one."""
+    """Formats a size as "1.50 GiB", in the largest binary unit of which there is at least one."""
     power = 0
     while abs(size) >= 1024 and power < len(LETTERS):
         size, power = size / 1024, power + 1

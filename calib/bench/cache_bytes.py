@@ -32,17 +32,17 @@ class CacheBytes:
         return max(known, default=None)
 
     def cache(self, on_gpu: bool) -> int:
-        """Return the bytes of the cache on the model's device; on a CPU this includes host memory."""
+        """Returns the bytes of the cache on the model's device; on a CPU this includes host memory."""
         return self.size.measured_bytes + (0 if on_gpu else self.size.host_bytes)
 
     def content(self) -> dict[str, Any]:
-        """Return peaks and sizes as plain JSON."""
+        """Returns peaks and sizes as plain JSON."""
         peaks = {"prefill": self.prefill_peak, "decode": self.decode_peak}
         return {"peak_bytes": peaks, "sizes": sizes([self.size])}
 
 
 def measure_alone(bench_model: BenchModel, entry: CacheEntry, prompt: Tensor) -> CacheBytes:
-    """Run prompt and new tokens with a new cache while no other cache exists; raises RunError for logits that are not finite."""
+    """Runs prompt and new tokens with a new cache while no other cache exists; raises RunError for logits that are not finite."""
     peak = bench_model.peak
     peak.settle()
     before = peak.held()

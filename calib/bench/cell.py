@@ -53,7 +53,7 @@ class Cell:
         return next(iter(self.rows))
 
     def alive(self) -> list[str]:
-        """Return the names of the rows that have not failed."""
+        """Returns the names of the rows that have not failed."""
         return [name for name in self.rows if name not in self.failures]
 
     @contextmanager
@@ -67,7 +67,7 @@ class Cell:
             self.bench_model.peak.settle()
 
     def measure(self) -> None:
-        """Measure all rows: alone, then prefill and decoding in turns."""
+        """Measures all rows: alone, then prefill and decoding in turns."""
         prompt = self.bench_model.prompt(self.batch, self.context)
         again = self.baseline + AGAIN
         for name in [name for name in self.rows if name != again]:
@@ -80,7 +80,7 @@ class Cell:
         self.decode()
 
     def prefill(self) -> None:
-        """Time the prefill of all rows in turns, each with a new cache, so that only one cache exists at a time."""
+        """Times the prefill of all rows in turns, each with a new cache, so that only one cache exists at a time."""
         request = self.bench_model.request
         prompt = self.bench_model.prompt(self.batch, self.context)
         for _, name in interleaved(request.seed, request.turns, self.alive):
@@ -99,7 +99,7 @@ class Cell:
             self.advance(name)
 
     def decode(self) -> None:
-        """Time new tokens in turns, with all rows' caches in memory together, or in smaller groups if that fails."""
+        """Times new tokens in turns, with all rows' caches in memory together, or in smaller groups if that fails."""
         found = self.seconds.setdefault("decode", {})
         groups = [self.alive()] if self.alive() else []
         while groups:
@@ -119,7 +119,7 @@ class Cell:
             groups = [part for part in smaller(group) if any(name not in found for name in part)] + groups
 
     def together(self, names: Sequence[str]) -> dict[str, list[float]]:
-        """Return the seconds per step of the rows `names`, whose caches are in memory together."""
+        """Returns the seconds per step of the rows `names`, whose caches are in memory together."""
         prompt = self.bench_model.prompt(self.batch, self.context)
         with ExitStack() as stack:
             rows = {name: stack.enter_context(OpenCache(self.bench_model, self.rows[name], prompt)) for name in names}
@@ -128,7 +128,7 @@ class Cell:
             return decode_interleaved(self.bench_model, rows, self.advance)
 
     def content(self) -> Iterator[dict[str, Any]]:
-        """Yield the results of each row as plain JSON."""
+        """Yields the results of each row as plain JSON."""
         for name, entry in self.rows.items():
             shown = {
                 "name": name,
@@ -142,7 +142,7 @@ class Cell:
             yield {**shown, **(self.failures[name] if name in self.failures else self.figures(name))}
 
     def figures(self, name: str) -> dict[str, Any]:
-        """Return quartiles of a row's times, tokens per second and speed relative to the baseline, and its bytes."""
+        """Returns quartiles of a row's times, tokens per second and speed relative to the baseline, and its bytes."""
         own = {kind: taken[name] for kind, taken in self.seconds.items()}
         base = {kind: taken.get(self.baseline) for kind, taken in self.seconds.items()} | {
             "decode": self.paired.get(name)
@@ -160,7 +160,7 @@ class Cell:
 
 
 def smaller(group: Sequence[str]) -> list[list[str]]:
-    """Split a group into two of about half its size that both begin with its first row; a pair into single rows."""
+    """Splits a group into two of about half its size that both begin with its first row; a pair into single rows."""
     first, *rest = group
     if len(rest) < 2:
         return [[name] for name in group] if rest else []
@@ -169,7 +169,7 @@ def smaller(group: Sequence[str]) -> list[list[str]]:
 
 
 def told(error: Exception) -> Failure:
-    """Return an exception as one line of text, and whether memory was exhausted."""
+    """Returns an exception as one line of text, and whether memory was exhausted."""
     text = f"{type(error).__name__}: {' '.join(str(error).split())}"
     return {"error": text, "out_of_memory": is_out_of_memory(error)}
 

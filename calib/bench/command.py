@@ -17,7 +17,7 @@ from calib.runtime.files.atomic_file import write_atomically
 
 
 def bench(request: BenchRequest, output: Path, command: str) -> int:
-    """Run the request; return 1 if a row failed for another reason than lack of memory, else 0.
+    """Runs the request; returns 1 if a row failed for another reason than lack of memory, else 0.
 
     Args:
         request: the checked request.

@@ -38,7 +38,7 @@ class Dot:
 
 
 def curves(lines: Mapping[str, Sequence[Dot]], looks: Mapping[str, int], figure: str, title: str) -> Iterator[str]:
-    """Yield the SVG chart; nothing if there is no positive figure.
+    """Yields the SVG chart; nothing if there is no positive figure.
 
     Args:
         lines: dots by name; figures that are not positive are left out.
@@ -67,7 +67,7 @@ def curves(lines: Mapping[str, Sequence[Dot]], looks: Mapping[str, int], figure:
 
 
 def frame(across: Axis, up: Axis, contexts: Sequence[int], figure: str) -> Iterator[str]:
-    """Yield both axes with their ticks, names and grid lines."""
+    """Yields both axes with their ticks, names and grid lines."""
     last = -NEAR
     for context in contexts:
         x = x_of(across, context)
@@ -85,7 +85,7 @@ def frame(across: Axis, up: Axis, contexts: Sequence[int], figure: str) -> Itera
 
 
 def line(dots: Sequence[Dot], across: Axis, up: Axis) -> Iterator[str]:
-    """Yield a method's line with its dots, quartiles and tooltips."""
+    """Yields a method's line with its dots, quartiles and tooltips."""
     positions = [(x_of(across, dot.context), y_of(up, dot.value)) for dot in dots]
     yield f'<path class="line" d="M{"L".join(f"{x:.1f} {y:.1f}" for x, y in positions)}"/>'
     for dot, (x, y) in zip(dots, positions, strict=True):
@@ -97,14 +97,14 @@ def line(dots: Sequence[Dot], across: Axis, up: Axis) -> Iterator[str]:
 
 
 def label(name: str, x: float, y: float, level: float) -> Iterator[str]:
-    """Yield the line's name to the right of the frame, with a leader from the end of the line."""
+    """Yields the line's name to the right of the frame, with a leader from the end of the line."""
     short = name if len(name) <= LONGEST else f"{name[: LONGEST - 1]}…"
     yield f'<path class="lead" d="M{x + RADIUS:.1f} {y:.1f}L{FRAME.right + 6} {level:.1f}"/>'
     yield f'<text class="name" x="{FRAME.right + 9}" y="{level + 4:.1f}"><title>{words(name)}</title>{words(short)}</text>'
 
 
 def spread(levels: Mapping[str, float], low: float, high: float) -> dict[str, float]:
-    """Move the names' vertical positions apart until they do not overlap, in order; with too many names the gaps are smaller."""
+    """Moves the names' vertical positions apart until they do not overlap, in order; with too many names the gaps are smaller."""
     order = sorted(levels, key=lambda name: levels[name])
     gap = min(LETTER, (high - low) / max(len(order) - 1, 1))
     found: dict[str, float] = {}
@@ -116,10 +116,10 @@ def spread(levels: Mapping[str, float], low: float, high: float) -> dict[str, fl
 
 
 def x_of(axis: Axis, value: float) -> float:
-    """Return the x coordinate of a value."""
+    """Returns the x coordinate of a value."""
     return FRAME.left + axis.place(value) * (FRAME.right - FRAME.left)
 
 
 def y_of(axis: Axis, value: float) -> float:
-    """Return the y coordinate of a value."""
+    """Returns the y coordinate of a value."""
     return FRAME.bottom - axis.place(value) * (FRAME.bottom - FRAME.top)

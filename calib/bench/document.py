@@ -15,7 +15,7 @@ PROCESSORS = Path("/proc/cpuinfo")
 
 
 def document(bench_model: BenchModel, found: Found) -> dict[str, Any]:
-    """Return all results as plain JSON."""
+    """Returns all results as plain JSON."""
     request = bench_model.request
     return {
         "format": FORMAT,
@@ -46,7 +46,7 @@ def document(bench_model: BenchModel, found: Found) -> dict[str, Any]:
 
 
 def processor() -> str:
-    """Return the processor's model name, or its architecture if the system does not report the name."""
+    """Returns the processor's model name, or its architecture if the system does not report the name."""
     try:
         lines = PROCESSORS.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

@@ -27,7 +27,7 @@ class Found:
 
 
 def measure(bench_model: BenchModel, advance: Advance) -> Found:
-    """Measure all cells and the largest batches; `advance(what, tokens)` is called after each piece of work."""
+    """Measures all cells and the largest batches; `advance(what, tokens)` is called after each piece of work."""
     request, rows = bench_model.request, by_name(bench_model.request)
     warm_up(bench_model)
     cells, known = list[dict[str, Any]](), dict[tuple[str, int, int], CacheBytes]()
@@ -57,7 +57,7 @@ def measure(bench_model: BenchModel, advance: Advance) -> Found:
 
 
 def told(cell: Cell) -> str:
-    """Return the median tokens per second of every row of a cell, or how the row failed, as one line."""
+    """Returns the median tokens per second of every row of a cell, or how the row failed, as one line."""
     shown = []
     for row in cell.content():
         found = failure(row) if "error" in row else f"{number(row['tokens_per_second'][1])} tokens/s"
@@ -66,7 +66,7 @@ def told(cell: Cell) -> str:
 
 
 def warm_up(bench_model: BenchModel) -> None:
-    """Run every row once on the smallest cell, so that what a first forward loads, compiles and keeps is not counted later."""
+    """Runs every row once on the smallest cell, so that what a first forward loads, compiles and keeps is not counted later."""
     prompt = bench_model.prompt(min(bench_model.request.batches), min(bench_model.request.contexts))
     for entry in bench_model.request.methods:
         with suppress(Exception):  # the failure is reported by the row's cell
@@ -74,14 +74,14 @@ def warm_up(bench_model: BenchModel) -> None:
 
 
 def by_name(request: BenchRequest) -> dict[str, CacheEntry]:
-    """Return the rows of every table by name: the baseline, the others, and the baseline again."""
+    """Returns the rows of every table by name: the baseline, the others, and the baseline again."""
     own = {entry.label: entry for entry in request.methods}
     first = request.baseline or next(iter(own))
     return {first: own[first], **own, first + AGAIN: own[first]}
 
 
 def work(bench_model: BenchModel) -> float:
-    """Return the number of tokens that `advance` is called with in total."""
+    """Returns the number of tokens that `advance` is called with in total."""
     request = bench_model.request
     rows, prompts = len(request.methods), sum(request.contexts) * sum(request.batches)
     return prompts * (rows + 2 * request.turns * (rows + 1))

@@ -18,7 +18,7 @@ clock = time.perf_counter
 
 
 def seconds(bench_model: BenchModel, step: Callable[[], object]) -> float:
-    """Return the seconds of one call of `step`, including its work on the device."""
+    """Returns the seconds of one call of `step`, including its work on the device."""
     ready(bench_model.device)
     start = clock()
     step()
@@ -28,13 +28,13 @@ def seconds(bench_model: BenchModel, step: Callable[[], object]) -> float:
 
 
 def done(device: torch.device) -> None:
-    """Wait until all streams of a GPU have finished."""
+    """Waits until all streams of a GPU have finished."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def ready(device: torch.device) -> None:
-    """Prepare for a timing: wait for a GPU, or on a CPU pause and wake torch's threads, which takes as long as a small step."""
+    """Prepares for a timing: wait for a GPU, or on a CPU pause and wake torch's threads, which takes as long as a small step."""
     done(device)
     if device.type == "cuda":
         return
@@ -43,7 +43,7 @@ def ready(device: torch.device) -> None:
 
 
 def interleaved(seed: int, turns: int, names: Callable[[], Sequence[str]]) -> Iterator[tuple[int, str]]:
-    """Yield (turn, name) for all `names()` at the beginning of each turn, in another random order each turn."""
+    """Yields (turn, name) for all `names()` at the beginning of each turn, in another random order each turn."""
     shuffled = random.Random(seed)
     for turn in range(turns):
         found = list(names())
@@ -52,14 +52,14 @@ def interleaved(seed: int, turns: int, names: Callable[[], Sequence[str]]) -> It
 
 
 def shares(tokens: int, turns: int) -> list[int]:
-    """Split a number of tokens over the turns as evenly as possible."""
+    """Splits a number of tokens over the turns as evenly as possible."""
     return [tokens * (turn + 1) // turns - tokens * turn // turns for turn in range(turns)]
 
 
 def decode_interleaved(
     bench_model: BenchModel, rows: Mapping[str, OpenCache], advance: Callable[[str], None]
 ) -> dict[str, list[float]]:
-    """Return the seconds per decode step of every open row, one figure for each turn.
+    """Returns the seconds per decode step of every open row, one figure for each turn.
 
     The rows must be prefilled; the first step of each row is not timed.
     """
@@ -74,10 +74,10 @@ def decode_interleaved(
 
 
 def quartiles(values: Sequence[float]) -> Quartiles:
-    """Return lower quartile, median and upper quartile."""
+    """Returns lower quartile, median and upper quartile."""
     return [float(value) for value in np.percentile(values, (25, 50, 75))]
 
 
 def speedup(baseline: Sequence[float], values: Sequence[float]) -> Quartiles:
-    """Return the quartiles of the ratio of the baseline's time to the row's, turn by turn; above 1 the row is faster."""
+    """Returns the quartiles of the ratio of the baseline's time to the row's, turn by turn; above 1 the row is faster."""
     return quartiles([above / below for above, below in zip(baseline, values, strict=True)])

@@ -34,22 +34,22 @@ class Law:
 
     @staticmethod
     def through(one: int, two: int) -> "Law":
-        """Return the law through the bytes `one` and `two` of the batches in `MEASURED`."""
+        """Returns the law through the bytes `one` and `two` of the batches in `MEASURED`."""
         return Law(2 * one - two, two - one)
 
     def at(self, batch: int) -> int:
-        """Return the bytes of a batch."""
+        """Returns the bytes of a batch."""
         return self.fixed + batch * self.per_row
 
     def largest(self, room: int) -> int:
-        """Return the largest batch whose bytes are at most `room`; 0 if not even one row fits."""
+        """Returns the largest batch whose bytes are at most `room`; 0 if not even one row fits."""
         return max((room - self.fixed) // self.per_row, 0)
 
 
 def largest(
     bench_model: BenchModel, entry: CacheEntry, context: int, known: Known, advance: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Return the computed and tried batches for one row and context as plain JSON, or `error` if a batch fails."""
+    """Returns the computed and tried batches for one row and context as plain JSON, or `error` if a batch fails."""
     about = {"name": entry.label, "context": context}
     advance(entry.label)
     try:
@@ -61,7 +61,7 @@ def largest(
 
 
 def computed_and_tried(bench_model: BenchModel, entry: CacheEntry, context: int, known: Known) -> dict[str, Any]:
-    """Return the laws, the batch that they give, and on a GPU the largest tried batch that fits."""
+    """Returns the laws, the batch that they give, and on a GPU the largest tried batch that fits."""
     limit, on_gpu = bench_model.request.memory, bench_model.peak.on_gpu
     assert limit is not None
     one, two = (
@@ -100,7 +100,7 @@ def confirmed(bench_model: BenchModel, entry: CacheEntry, context: int, known: K
 
 
 def laws(one: CacheBytes, two: CacheBytes, on_gpu: bool) -> tuple[Law, Law | None]:
-    """Return the law of the cache's bytes, and the law of the peak memory of a run.
+    """Returns the law of the cache's bytes, and the law of the peak memory of a run.
 
     The second is None if the peak is not known, or if it grows by less than the cache does: then the process reused memory that it
     already held, and its peak says nothing about one more row.
@@ -113,7 +113,7 @@ def laws(one: CacheBytes, two: CacheBytes, on_gpu: bool) -> tuple[Law, Law | Non
 
 
 def tried(fits: Callable[[int], bool], computed: int) -> tuple[int, list[dict[str, Any]]]:
-    """Return the largest tried batch that fits (0 for none) and all tries, beginning with the computed batch.
+    """Returns the largest tried batch that fits (0 for none) and all tries, beginning with the computed batch.
 
     If the computed batch fits, one larger batch is tried; if not, smaller ones in growing steps until one fits.
     """

@@ -40,7 +40,7 @@ class OpenCache:
         self.close()
 
     def close(self) -> None:
-        """Close the cache and detach it from the model."""
+        """Closes the cache and detaches it from the model."""
         self.entry.close(self.cache)
 
     def prefill(self) -> list[int]:
@@ -50,7 +50,7 @@ class OpenCache:
         return found
 
     def decode(self, steps: int) -> Tensor:
-        """Decode greedily for `steps` steps of one token per row; return the last step's logits [batch, 1, vocabulary]."""
+        """Decodes greedily for `steps` steps of one token per row; returns the last step's logits [batch, 1, vocabulary]."""
         for _ in range(steps):
             logits = self.forward(self.last)
             self.last = logits.argmax(-1)
@@ -58,12 +58,12 @@ class OpenCache:
         return logits
 
     def check(self, logits: Tensor) -> None:
-        """Raise RunError for logits that are not finite, for which no times are reported."""
+        """Raises RunError for logits that are not finite, for which no times are reported."""
         if not bool(logits.isfinite().all()):
             raise RunError("the model's logits are not finite")
 
     def cache_size(self) -> CacheSize:
-        """Return the cache's current size."""
+        """Returns the cache's current size."""
         batch, context = self.prompt.shape
         return self.entry.cache_size(self.bench_model.given, self.cache, batch * (context + self.steps))
 

@@ -36,7 +36,7 @@ COMPUTED = (
 
 
 def page(run: Run, command: str) -> str:
-    """Return the HTML page of a bench's document; all texts are escaped."""
+    """Returns the HTML page of a bench's document; all texts are escaped."""
     title = words(f"calib bench: {run['config']['name']}")
     body = [
         f"<h1>{title}</h1>",
@@ -52,7 +52,7 @@ def page(run: Run, command: str) -> str:
 
 
 def against_context(run: Run) -> Iterator[str]:
-    """Yield the charts of speed and memory against the context, with explanations; they need the style `CURVES`."""
+    """Yields the charts of speed and memory against the context, with explanations; they need the style `CURVES`."""
     lines = [name for name in names(run) if name != run["config"]["baseline"] + AGAIN]  # the second row has no line
     looks = {name: position for position, name in enumerate(lines)}
     for title, about, drawn in (("Speed", TIMES, speed), ("Memory", BYTES, memory)):
@@ -64,12 +64,12 @@ def against_context(run: Run) -> Iterator[str]:
 
 
 def curves_for(run: Run) -> Drawn:
-    """Return the curves of a checked run as a part of an evaluation's page, with a description of the run."""
+    """Returns the curves of a checked run as a part of an evaluation's page, with a description of the run."""
     return Drawn(CURVES, [*against_context(run), f"<p>{words(bench_model(run))}</p>"])
 
 
 def markdown(run: Run, command: str) -> str:
-    """Return the report as Markdown, without charts."""
+    """Returns the report as Markdown, without charts."""
     lines = [
         f"# calib bench: {plain(run['config']['name'])}",
         "",
@@ -91,7 +91,7 @@ def markdown(run: Run, command: str) -> str:
 
 
 def bench_model(run: Run) -> str:
-    """Return sentences on the model, the machine and the settings."""
+    """Returns sentences on the model, the machine and the settings."""
     config, versions = run["config"], {name: number for name, number in run["versions"].items() if name != "python"}
     machine = ", ".join(f"{name} {value}" for name, value in run["machine"].items())
     return (
@@ -103,12 +103,12 @@ def bench_model(run: Run) -> str:
 
 
 def names(run: Run) -> list[str]:
-    """Return the names of the rows in order, without duplicates."""
+    """Returns the names of the rows in order, without duplicates."""
     return list(dict.fromkeys(row["name"] for row in run["cells"]))
 
 
 def speed(run: Run, batch: int, looks: dict[str, int]) -> Iterator[str]:
-    """Yield the chart of tokens per second for one batch."""
+    """Yields the chart of tokens per second for one batch."""
 
     def dot(row: Row) -> Dot:
         low, middle, high = row["tokens_per_second"]
@@ -121,7 +121,7 @@ def speed(run: Run, batch: int, looks: dict[str, int]) -> Iterator[str]:
 
 
 def memory(run: Run, batch: int, looks: dict[str, int]) -> Iterator[str]:
-    """Yield the chart of the caches' bytes for one batch."""
+    """Yields the chart of the caches' bytes for one batch."""
 
     def dot(row: Row) -> Dot:
         size = row["sizes"]["measured_bytes"]
@@ -133,24 +133,24 @@ def memory(run: Run, batch: int, looks: dict[str, int]) -> Iterator[str]:
 
 
 def legend(looks: dict[str, int]) -> str:
-    """Return the legend of colours; on a phone the names at the lines' ends are not visible."""
+    """Returns the legend of colours; on a phone the names at the lines' ends are not visible."""
     shown = (f'<span><i class="kind-{look % COLOURS}"></i>{words(name)}</span>' for name, look in looks.items())
     return f'<p class="legend">{"".join(shown)}</p>'
 
 
 def measured(run: Run, batch: int, names: Iterable[str]) -> dict[str, list[Row]]:
-    """Return the results of a batch that did not fail, by row name, over all contexts."""
+    """Returns the results of a batch that did not fail, by row name, over all contexts."""
     cells = [row for one, context in grid(run) if one == batch for row in rows_of(run, one, context)]
     return {name: [row for row in cells if row["name"] == name and "error" not in row] for name in names}
 
 
 def rows_at_once(batch: int) -> str:
-    """Return a batch in words."""
+    """Returns a batch in words."""
     return f"{batch} row{'s' if batch > 1 else ''} at once"
 
 
 def listed(title: str, texts: Iterator[str], look: str) -> Iterator[str]:
-    """Yield an HTML list under its title; nothing if it is empty."""
+    """Yields an HTML list under its title; nothing if it is empty."""
     found: Sequence[str] = list(texts)
     if found:
         yield f"<h2>{words(title)}</h2>" if title else ""
@@ -160,7 +160,7 @@ def listed(title: str, texts: Iterator[str], look: str) -> Iterator[str]:
 
 
 def provenance(run: Run, command: str) -> Table:
-    """Return a table of everything needed to repeat the run."""
+    """Returns a table of everything needed to repeat the run."""
     rows = [("command", command)]
     rows += [(key, inline(value)) for key, value in run["config"].items() if key not in ("name", "model")]
     rows += [(key, inline(run[key])) for key in ("model", "versions", "machine")]

@@ -23,7 +23,7 @@ class Peak:
         return self.device.type == "cuda"
 
     def settle(self) -> None:
-        """Free unused cached memory, so that later allocations do not reuse it without showing in the peak."""
+        """Frees unused cached memory, so that later allocations do not reuse it without showing in the peak."""
         gc.collect()
         if self.on_gpu:
             torch.cuda.synchronize(self.device)
@@ -34,11 +34,11 @@ class Peak:
                 trim(0)
 
     def held(self) -> int | None:
-        """Return the bytes in use now; None if they cannot be measured."""
+        """Returns the bytes in use now; None if they cannot be measured."""
         return torch.cuda.memory_allocated(self.device) if self.on_gpu else resident("VmRSS")
 
     def begin(self) -> bool:
-        """Reset the peak that `highest` returns; return False if that is impossible."""
+        """Resets the peak that `highest` returns; returns False if that is impossible."""
         if self.on_gpu:
             torch.cuda.reset_peak_memory_stats(self.device)
             return True
@@ -49,12 +49,12 @@ class Peak:
         return True
 
     def highest(self) -> int | None:
-        """Return the peak of the bytes in use since `begin`; None if it cannot be measured."""
+        """Returns the peak of the bytes in use since `begin`; None if it cannot be measured."""
         return torch.cuda.max_memory_allocated(self.device) if self.on_gpu else resident("VmHWM")
 
 
 def resident(name: str) -> int | None:
-    """Return the bytes in the line `name` of the process's status; None if there is no such line."""
+    """Returns the bytes in the line `name` of the process's status; None if there is no such line."""
     try:
         lines = (PROCESS / "status").read_text(encoding="ascii", errors="replace").splitlines()
     except OSError:

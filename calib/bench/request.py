@@ -100,7 +100,7 @@ class BenchRequest:
                 entry.all_options(title_of(context))
 
     def check_positions(self, most: int | None) -> None:
-        """Raise UsageError if prompt and new tokens exceed the model's `most` positions (None: unknown, no check)."""
+        """Raises UsageError if prompt and new tokens exceed the model's `most` positions (None: unknown, no check)."""
         # One more token than is timed: the first step after a prompt is a warm-up.
         longest = max(self.contexts) + self.new_tokens + 1
         if most is not None and longest > most:
@@ -111,12 +111,12 @@ class BenchRequest:
 
     @staticmethod
     def known() -> list[str]:
-        """Return the keys that a configuration may have."""
+        """Returns the keys that a configuration may have."""
         return [field.name for field in fields(BenchRequest) if field.name != "name"]
 
     @staticmethod
     def of(content: Mapping[str, Any], name: str) -> "BenchRequest":
-        """Build the request from a configuration's content; raises UsageError that names the first error in it."""
+        """Builds the request from a configuration's content; raises UsageError that names the first error in it."""
         for key in content:
             if key not in BenchRequest.known():
                 raise UsageError(unknown(str(key), BenchRequest.known()))
@@ -135,12 +135,12 @@ class BenchRequest:
 
 
 def title_of(context: int) -> str:
-    """Return the key of a context in an option with a value for each context."""
+    """Returns the key of a context in an option with a value for each context."""
     return f"{context} tokens"
 
 
 def with_dynamic(methods: tuple[CacheEntry, ...]) -> tuple[tuple[CacheEntry, ...], str]:
-    """Return the rows, preceded by a row with transformers' `DynamicCache` if there is none, and that row's name."""
+    """Returns the rows, preceded by a row with transformers' `DynamicCache` if there is none, and that row's name."""
     for entry in methods:
         if isinstance(entry, PeerEntry) and entry.peer == "dynamic":
             return methods, entry.label
@@ -148,7 +148,7 @@ def with_dynamic(methods: tuple[CacheEntry, ...]) -> tuple[tuple[CacheEntry, ...
 
 
 def rows_of(content: Any) -> tuple[CacheEntry, ...]:
-    """Build the rows from `methods`; a plain name is a method with its default options.
+    """Builds the rows from `methods`; a plain name is a method with its default options.
 
     Raises UsageError for invalid entries and for a file of answers.
     """

@@ -13,7 +13,7 @@ from calib.evaluate.request_files import overrides
 
 
 def read_bench(files: Sequence[str], words: Sequence[str]) -> BenchRequest:
-    """Return the request; raises UsageError of one line for any error."""
+    """Returns the request; raises UsageError of one line for any error."""
     content: dict[str, Any] = {}
     paths = [find_config(name, "bench") for name in files]
     for path in paths:

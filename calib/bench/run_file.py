@@ -8,12 +8,12 @@ from calib.evaluate.run_file import entry, is_number, read_results, require
 
 
 def read_bench_run(name: str) -> dict[str, Any]:
-    """Return the run in the file `name`; raises UsageError if it is missing or not a run of `calib bench`."""
+    """Returns the run in the file `name`; raises UsageError if it is missing or not a run of `calib bench`."""
     return read_results(name, "calib bench", check)
 
 
 def check(content: object) -> None:
-    """Raise ValueError that names the first missing or wrong entry of such a run."""
+    """Raises ValueError that names the first missing or wrong entry of such a run."""
     require(isinstance(content, dict) and content.get("format") == FORMAT, f"its format is not {FORMAT}")
     assert isinstance(content, dict)
     for key, kind in (("config", dict), ("model", dict), ("versions", dict), ("machine", dict), ("cells", list)):

@@ -19,23 +19,23 @@ LARGEST = "Largest batch"
 
 
 def tables(run: Run) -> list[Table]:
-    """Return all tables; for each cell, times before bytes."""
+    """Returns all tables; for each cell, times before bytes."""
     found = [table for batch, context in grid(run) for table in of_cell(run, batch, context)]
     return [*found, *([largest_table(run)] if run["largest"] else [])]
 
 
 def grid(run: Run) -> list[tuple[int, int]]:
-    """Return (batch, context) of every cell."""
+    """Returns (batch, context) of every cell."""
     return [(batch, context) for batch in run["config"]["batches"] for context in run["config"]["contexts"]]
 
 
 def rows_of(run: Run, batch: int, context: int) -> list[Row]:
-    """Return the rows of one cell."""
+    """Returns the rows of one cell."""
     return [row for row in run["cells"] if (row["batch"], row["context"]) == (batch, context)]
 
 
 def of_cell(run: Run, batch: int, context: int) -> Iterator[Table]:
-    """Yield the tables of times and bytes of one cell; the baseline's second row has no bytes."""
+    """Yields the tables of times and bytes of one cell; the baseline's second row has no bytes."""
     rows, name = rows_of(run, batch, context), f"{batch} x {context} tokens"
     over = f"over {run['config']['baseline']}"
     times: dict[str, Callable[[Row], str]] = {
@@ -59,7 +59,7 @@ def of_cell(run: Run, batch: int, context: int) -> Iterator[Table]:
 
 
 def table_of(title: str, rows: Sequence[Row], columns: Mapping[str, Callable[[Row], str]]) -> Table:
-    """Return a table with a line for each row, without empty columns; a failed row has its failure in the first column."""
+    """Returns a table with a line for each row, without empty columns; a failed row has its failure in the first column."""
     lines = [[failure(row)] if "error" in row else [shown(row) for shown in columns.values()] for row in rows]
     kept = [at for at in range(len(columns)) if not at or any(at < len(line) and line[at] for line in lines)]
     named = [
@@ -70,7 +70,7 @@ def table_of(title: str, rows: Sequence[Row], columns: Mapping[str, Callable[[Ro
 
 
 def largest_table(run: Run) -> Table:
-    """Return the table of the computed and tried largest batches, with the two numbers of the linear law."""
+    """Returns the table of the computed and tried largest batches, with the two numbers of the linear law."""
     header = ["method", "context", "computed", "by", "tried", "fixed", "a row", "cache a row"]
     lines = []
     for row in run["largest"]:
@@ -87,7 +87,7 @@ def largest_table(run: Run) -> Table:
 
 
 def too_small(run: Run) -> Iterator[str]:
-    """Yield a line for each row and context for which not even a batch of 1 fits into the limit."""
+    """Yields a line for each row and context for which not even a batch of 1 fits into the limit."""
     weights = run["model"]["bytes"]
     for row in run["largest"]:
         if "error" not in row and row["computed"] < 1 and not row["tried"]:
@@ -100,7 +100,7 @@ def too_small(run: Run) -> Iterator[str]:
 
 
 def failures(run: Run) -> Iterator[str]:
-    """Yield a line for each row that could not be measured."""
+    """Yields a line for each row that could not be measured."""
     for row in (*run["cells"], *run["largest"]):
         if "error" in row:
             where = (
@@ -110,17 +110,17 @@ def failures(run: Run) -> Iterator[str]:
 
 
 def failure(row: Row) -> str:
-    """Return "out of memory" or "failed"."""
+    """Returns "out of memory" or "failed"."""
     return NO_ROOM if row["out_of_memory"] else FAILED
 
 
 def milliseconds(row: Row, kind: str) -> str:
-    """Return the median of a row's times of one kind, in milliseconds."""
+    """Returns the median of a row's times of one kind, in milliseconds."""
     return number(1e3 * row["seconds"][kind][1])
 
 
 def spread(values: Sequence[float] | None) -> str:
-    """Return the median with its quartiles as text; "" if there are none."""
+    """Returns the median with its quartiles as text; "" if there are none."""
     if values is None:
         return ""
     low, middle, high = map(number, values)
@@ -128,16 +128,16 @@ def spread(values: Sequence[float] | None) -> str:
 
 
 def share(sizes: Mapping[str, Any]) -> str:
-    """Return the share of the bytes of a `DynamicCache` for the same tokens as text; "" if unknown."""
+    """Returns the share of the bytes of a `DynamicCache` for the same tokens as text; "" if unknown."""
     dynamic = sizes.get("dynamic_bytes")
     return "" if dynamic is None else f"{sizes['share_of_dynamic']:.1%} of {spoken_size(dynamic)}"
 
 
 def bits(sizes: Mapping[str, Any]) -> str:
-    """Return bits per value as text, with a note if nothing is encoded yet."""
+    """Returns bits per value as text, with a note if nothing is encoded yet."""
     return f"{sizes['bits_per_value']:.2f}" + ("" if is_encoded(sizes) else f" ({UNENCODED})")
 
 
 def size(value: float | None) -> str:
-    """Return a size as text; "" if unknown."""
+    """Returns a size as text; "" if unknown."""
     return "" if value is None else spoken_size(value)

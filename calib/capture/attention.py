@@ -53,7 +53,7 @@ def capturing_attention(
 
 
 def padding_mask(attention_mask: Tensor | None = None, **_: Any) -> Tensor | None:
-    """Return the 2-D padding mask, or None without padding: the mask function of `NAME`.
+    """Returns the 2-D padding mask, or None without padding: the mask function of `NAME`.
 
     Causality and sliding windows are applied by the attention itself.
     """

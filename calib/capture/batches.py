@@ -105,13 +105,14 @@ class TokenBatches:
 
 
 def dealt(starts: range, number: int, count: int) -> range:
-    """Return every `count`-th of `starts` from `number` on, equally many for each number; starts past the end are empty batches."""
+    """Returns every `count`-th of `starts` from `number` on, equally many for each number; starts past the end are empty
+    batches."""
     padded = range(starts.start, starts.stop + (count - 1) * starts.step, starts.step)
     return padded[number : len(padded) // count * count : count]
 
 
 def begins(number: Tensor, room: int) -> Tensor:
-    """Return the first position, int64, 0 ... room, of the sequence of each `number`; consecutive numbers are spread evenly.
+    """Returns the first position, int64, 0 ... room, of the sequence of each `number`; consecutive numbers are spread evenly.
 
     RoPE is relative, so the model's output is the same from any first position; only the rotation of keys and queries differs.
     """

@@ -99,7 +99,7 @@ class _Batch:
 
 
 def split_heads(projected: Tensor, key: Tensor) -> Tensor:
-    """Return a key projection's (or key norm's) output as `[batch, kv_heads, tokens, head_dim]`, the shape of `key`.
+    """Returns a key projection's (or key norm's) output as `[batch, kv_heads, tokens, head_dim]`, the shape of `key`.
 
     Its layout depends on where a model norms keys: before splitting heads (OLMo2), before the transposition (Qwen3) or
     after it (Gemma3).
@@ -125,7 +125,7 @@ def attention_modules(model: PreTrainedModel) -> Iterator[nn.Module]:
 
 
 def source_of_keys(module: nn.Module) -> nn.Module | None:
-    """Return the module whose output becomes the layer's keys by RoPE alone: the key norm, or the key projection.
+    """Returns the module whose output becomes the layer's keys by RoPE alone: the key norm, or the key projection.
 
     None if projections are fused, or keys are normed after RoPE.
     """

@@ -38,7 +38,7 @@ class Corpus:
 
 
 def text_files(paths: list[str]) -> list[Path]:
-    """Return the named files, with folders replaced by all files in them (recursive, sorted, without hidden ones).
+    """Returns the named files, with folders replaced by all files in them (recursive, sorted, without hidden ones).
 
     Raises UsageError for a path that does not exist, or a folder without files.
     """
@@ -57,7 +57,7 @@ def text_files(paths: list[str]) -> list[Path]:
 def text_sequences(
     text: str, tokenizer: PreTrainedTokenizerBase, length: int, count: int, seed: int, label: str
 ) -> Tensor:
-    """Return up to `count` sequences from parts of `text` chosen by `seed`: int64 `[at most count, length]`.
+    """Returns up to `count` sequences from parts of `text` chosen by `seed`: int64 `[at most count, length]`.
 
     Raises UsageError if the text does not fill a single sequence; `label` names the corpus in the message.
     """
@@ -76,7 +76,7 @@ def text_sequences(
 
 
 def text_blocks(text: str, characters: int) -> list[str]:
-    """Return the text cut at line ends into blocks of at least `characters`; the last one may be shorter.
+    """Returns the text cut at line ends into blocks of at least `characters`; the last one may be shorter.
 
     Lines longer than that are cut inside.
     """
@@ -113,7 +113,7 @@ def pack(documents: Iterator[list[int]], first: int | None, length: int, count: 
 
 
 def divide(sequences: Tensor, wanted: int, wanted_heldout: int, label: str) -> tuple[Tensor, Tensor, list[str]]:
-    """Return (train, held-out, notes for the user): the numbers wanted, or the same proportion if there are too few.
+    """Returns (train, held-out, notes for the user): the numbers wanted, or the same proportion if there are too few.
 
     Raises UsageError if there are fewer than two sequences.
     """
@@ -135,7 +135,7 @@ def divide(sequences: Tensor, wanted: int, wanted_heldout: int, label: str) -> t
 
 
 def token_hash(*parts: Tensor) -> str:
-    """Return the SHA-256 of the token ids (as int64), in hexadecimal."""
+    """Returns the SHA-256 of the token ids (as int64), in hexadecimal."""
     digest = hashlib.sha256()
     for part in parts:
         digest.update(part.to(torch.int64).contiguous().numpy().tobytes())

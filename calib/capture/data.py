@@ -131,7 +131,7 @@ class CaptureData(LightningDataModule):
         return min(round(self.sampled * self.sequences), self.sequences - 1)
 
     def load(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, Corpus]:
-        """Return the model, its tokenizer and the corpus, loaded at the first call."""
+        """Returns the model, its tokenizer and the corpus, loaded at the first call."""
         if self.model is None or self.tokenizer is None:
             check_one_process(self.device_map, self.trainer.world_size if self.trainer else 1)
             self.tell(f"loading the model {self.model_path}")
@@ -147,7 +147,7 @@ class CaptureData(LightningDataModule):
         self.load()
 
     def train_dataloader(self) -> TokenBatches:
-        """Return the batches chosen by `read`."""
+        """Returns the batches chosen by `read`."""
         _, _, corpus = self.load()
         part, count, skip = self.reading
         sequences, first = (corpus.train, 0) if part == "train" else (corpus.heldout, len(corpus.train))
@@ -223,6 +223,6 @@ def silent(what: str) -> None:
 
 
 def read(source: TextSource) -> str:
-    """Return the source's text, without waiting for a hub that cannot be reached."""
+    """Returns the source's text, without waiting for a hub that cannot be reached."""
     with without_waiting_for_the_hub():
         return source.read()

@@ -53,7 +53,7 @@ def check_token_ids(model: PreTrainedModel, tokens: torch.Tensor) -> None:
 
 
 def entry_device(model: PreTrainedModel) -> torch.device:
-    """Return the device on which the model expects token ids: the one that computes the embedding, even if it is offloaded."""
+    """Returns the device on which the model expects token ids: the one that computes the embedding, even if it is offloaded."""
     embedding: Any = model.get_input_embeddings()
     position = getattr(getattr(embedding, "_hf_hook", None), "execution_device", None)
     return embedding.weight.device if position is None else torch.device(position)

@@ -23,7 +23,7 @@ ROWS = 64  # sequences sampled at once
 def generated_sequences(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, length: int, count: int, seed: int
 ) -> Tensor:
-    """Return `count` sequences, alternately packed retrieval documents and sampled text: int64 `[count, length]`."""
+    """Returns `count` sequences, alternately packed retrieval documents and sampled text: int64 `[count, length]`."""
     first = first_token(tokenizer)
     retrieval = torch.tensor(list(pack(retrieval_documents(tokenizer, seed), first, length, -(-count // 2))))
     sampled = sampled_text(model, first, length, count // 2, seed)
@@ -31,7 +31,7 @@ def generated_sequences(
 
 
 def first_token(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the first token of sampled sequences: BOS, else EOS; raises UsageError if the tokenizer has neither."""
+    """Returns the first token of sampled sequences: BOS, else EOS; raises UsageError if the tokenizer has neither."""
     first: int | None = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     if first is None:
         raise UsageError(
@@ -41,7 +41,7 @@ def first_token(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def spread(some: Tensor, others: Tensor) -> Tensor:
-    """Return the rows of both `[count, length]` interleaved: each in its order, and the fewer ones evenly among the others."""
+    """Returns the rows of both `[count, length]` interleaved: each in its order, and the fewer ones evenly among the others."""
     positions = torch.cat([(torch.arange(len(x)) + 0.5) / max(1, len(x)) for x in (some, others)])
     return torch.cat([some, others])[positions.argsort(stable=True)]
 
@@ -58,7 +58,7 @@ def retrieval_documents(tokenizer: PreTrainedTokenizerBase, seed: int) -> Iterat
 
 
 def sampled_text(model: PreTrainedModel, first: int, length: int, count: int, seed: int) -> Tensor:
-    """Return sequences sampled from the model after token `first`, at temperature 1: int64 `[count, length]`, on its device."""
+    """Returns sequences sampled from the model after token `first`, at temperature 1: int64 `[count, length]`, on its device."""
     if count == 0:
         return torch.empty(0, length, dtype=torch.int64)
     settings = GenerationConfig(

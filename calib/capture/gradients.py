@@ -83,7 +83,7 @@ def stream_gradients(
 def derivatives(
     model: PreTrainedModel, tokens: Tensor, index: Tensor, draw: Callable[[], float], begin: int = 0
 ) -> list[tuple[LayerSample, LayerSample]]:
-    """Return for each layer the sample of one sequence, and the same sample with derivatives as keys and values.
+    """Returns for each layer the sample of one sequence, and the same sample with derivatives as keys and values.
 
     Args:
         model: as in `stream_gradients`.
@@ -123,7 +123,7 @@ def derivatives(
 
 
 def drawn(said: Tensor, draw: Callable[[], float]) -> Tensor:
-    """Return a token drawn from each row of log-probabilities `said [positions, vocabulary]`: int64 `[positions, 1]`.
+    """Returns a token drawn from each row of log-probabilities `said [positions, vocabulary]`: int64 `[positions, 1]`.
 
     Uniform numbers come from the host (`draw`), so that every device uses the same ones.
     """
@@ -133,7 +133,7 @@ def drawn(said: Tensor, draw: Callable[[], float]) -> Tensor:
 
 
 def normalised(pairs: list[tuple[LayerSample, LayerSample]]) -> list[LayerSample]:
-    """Return the samples of derivatives (float32), scaled so that every sequence has the same weight.
+    """Returns the samples of derivatives (float32), scaled so that every sequence has the same weight.
 
     Raises NotDifferentiableError if the derivatives are all 0 or not finite.
     """

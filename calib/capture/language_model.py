@@ -26,7 +26,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 def load(
     path: str, dtype: str, device_map: str | None = None, max_memory: MaxMemory | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Return the causal language model, in evaluation mode and without gradients, and its tokenizer.
+    """Returns the causal language model, in evaluation mode and without gradients, and its tokenizer.
 
     Args:
         path: a local folder, a GGUF file (its weights are dequantised) or a name on the Hugging Face hub.
@@ -77,7 +77,7 @@ def without_quantization(model: PreTrainedModel) -> None:
 
 
 def why_the_hub_gave_none(path: str, error: BaseException, reason: str) -> str:
-    """Return one line for a hub name that could not be loaded, with the reason and the remedy.
+    """Returns one line for a hub name that could not be loaded, with the reason and the remedy.
 
     Args:
         path: the name.
@@ -125,7 +125,7 @@ def without_waiting_for_the_hub() -> Iterator[None]:
 
 
 def hub_answers() -> bool:
-    """Return whether the hub's address accepts a connection within three seconds; True behind a proxy."""
+    """Returns whether the hub's address accepts a connection within three seconds; True behind a proxy."""
     address = urlsplit(huggingface_hub.constants.ENDPOINT)
     if getproxies():
         return True
@@ -152,7 +152,7 @@ def without_notes() -> Iterator[None]:
 
 
 def check_dtype(dtype: str, option: str = "model.dtype") -> str:
-    """Return `dtype` if it is a key of `DTYPES`; else raises UsageError with the option and its choices."""
+    """Returns `dtype` if it is a key of `DTYPES`; else raises UsageError with the option and its choices."""
     if dtype not in DTYPES:
         raise UsageError(f"{option}={printable(dtype)}: one of {', '.join(DTYPES)}")
     return dtype

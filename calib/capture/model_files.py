@@ -29,7 +29,7 @@ class ModelFiles:
 
     @staticmethod
     def find(asked: str) -> "ModelFiles":
-        """Return the files of `model.path`; raises UsageError if it is no folder, GGUF file or hub name."""
+        """Returns the files of `model.path`; raises UsageError if it is no folder, GGUF file or hub name."""
         found = Path(find_model(asked))
         if found.is_file() and found.suffix == GGUF:
             missing = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
@@ -51,7 +51,7 @@ class ModelFiles:
 
 
 def find_model(path: str) -> str:
-    """Return `path`, or the folder of that relative path in this package's checkout if there is none in the working folder."""
+    """Returns `path`, or the folder of that relative path in this package's checkout if there is none in the working folder."""
     checkout = Path(calib.__file__).resolve().parents[1] / path
     if not Path(path).exists() and not Path(path).is_absolute() and checkout.is_dir():
         return str(checkout)
@@ -59,13 +59,13 @@ def find_model(path: str) -> str:
 
 
 def is_hub_name(path: str) -> bool:
-    """Return whether `path` has the form of a hub name: `name` or `owner/name`."""
+    """Returns whether `path` has the form of a hub name: `name` or `owner/name`."""
     parts = path.split("/")
     return len(parts) <= 2 and all(part and part not in (".", "..", "~") for part in parts)
 
 
 def model_name(path: str) -> str:
-    """Return a local model's folder name, a GGUF file's name without its suffix, or the hub name."""
+    """Returns a local model's folder name, a GGUF file's name without its suffix, or the hub name."""
     found = Path(find_model(path))
     if found.suffix == GGUF and found.is_file():
         return found.stem

@@ -12,7 +12,7 @@ NAMES = ("o_proj", "out_proj", "dense")
 
 
 def output_weights(model: PreTrainedModel, shape: Shape) -> tuple[Tensor, list[int]]:
-    """Return G = sum_h Wo_h^T Wo_h over the query heads h of each KV head, float64 `[L, H, D, D]` on the CPU, and unread layers.
+    """Returns G = sum_h Wo_h^T Wo_h over the query heads h of each KV head, float64 `[L, H, D, D]` on the CPU, and unread layers.
 
     Wo_h `[hidden, D]` is the slice of query head h; L layers, H KV heads, D head_dim. For an error e of a value that has all
     the attention, the squared error of the attention block's output is e^T G e. G is the identity in layers whose projection
@@ -33,7 +33,7 @@ def output_weights(model: PreTrainedModel, shape: Shape) -> tuple[Tensor, list[i
 
 
 def projection(module: nn.Module) -> Tensor | None:
-    """Return the output projection's weight `[hidden, heads * D]`, also of an offloaded layer; None if it has none."""
+    """Returns the output projection's weight `[hidden, heads * D]`, also of an offloaded layer; None if it has none."""
     found = next((part for name, part in module.named_children() if name in NAMES), None)
     weight = getattr(found, "weight", None)
     if not isinstance(weight, Tensor) or weight.dim() != 2:

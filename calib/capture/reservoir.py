@@ -11,7 +11,7 @@ LAST = torch.iinfo(torch.int64).max
 
 
 def priorities(seed: int, index: Tensor) -> Tensor:
-    """Return a uniform hash of (seed, index) for each entry of `index` (int64, any shape): int64 in [0, 2^62).
+    """Returns a uniform hash of (seed, index) for each entry of `index` (int64, any shape): int64 in [0, 2^62).
 
     SplitMix64's finaliser (Steele, Lea and Flood, OOPSLA 2014) in arithmetic modulo 2^64. Two bits are dropped so that
     empty slots, whose priority is the largest int64, sort after every token.
@@ -23,7 +23,7 @@ def priorities(seed: int, index: Tensor) -> Tensor:
 
 
 def shifted(z: Tensor, bits: int) -> Tensor:
-    """Return the logical right shift of int64 (torch's shift is arithmetic)."""
+    """Returns the logical right shift of int64 (torch's shift is arithmetic)."""
     return (z >> bits) & ((1 << (64 - bits)) - 1)
 
 
@@ -86,5 +86,5 @@ class Reservoir(nn.Module):
         self.priority = torch.full_like(self.priority, LAST)
 
     def sample(self) -> Tensor:
-        """Return the rows of the tokens, `[at most capacity, width]`, in order of priority."""
+        """Returns the rows of the tokens, `[at most capacity, width]`, in order of priority."""
         return self.rows[self.priority < LAST]

@@ -23,7 +23,7 @@ class Shard:
 
     @classmethod
     def of(cls, text: str) -> "Shard":
-        """Return the shard given as text, `K/N`; raises UsageError unless K is from 1 to N."""
+        """Returns the shard given as text, `K/N`; raises UsageError unless K is from 1 to N."""
         found = WRITTEN.fullmatch(text)
         if found is None or int(found[1]) > int(found[2]):
             raise UsageError(

@@ -65,7 +65,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def read_prompt(asked: argparse.Namespace) -> tuple[str, str | None]:
-    """Return the prompt, given as text, in a file, or generated (lines to remember), and the answer of a generated one.
+    """Returns the prompt, given as text, in a file, or generated (lines to remember), and the answer of a generated one.
 
     The answer is None otherwise. Raises UsageError for text that is not UTF-8, or a file that cannot be read.
     """
@@ -144,7 +144,7 @@ def generate(asked: argparse.Namespace, name: str, options: dict[str, Any], text
 
 
 def agreement(expected: Sequence[int], found: Sequence[int]) -> str:
-    """Return in words how many first tokens of two continuations agree."""
+    """Returns in words how many first tokens of two continuations agree."""
     if expected == found:
         return f"all {len(expected)} tokens agree" if len(expected) > 1 else "the token agrees"
     pairs = zip(expected, found, strict=False)  # one may have ended earlier

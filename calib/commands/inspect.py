@@ -82,7 +82,7 @@ def write_page(artifact: "Artifact", path: Path, output: str) -> None:
 
 
 def as_json(artifact: "Artifact", path: Path) -> dict[str, Any]:
-    """Return the artifact as plain JSON; tensors are given by dtype, shape, and least, median and greatest value."""
+    """Returns the artifact as plain JSON; tensors are given by dtype, shape, and least, median and greatest value."""
     from calib.artifact_view.tables import spread
     from calib.runtime.artifact.file import FORMAT_VERSION
 

@@ -37,10 +37,10 @@ def run(argv: Sequence[str]) -> int:
 
 
 def about(entry: Entry) -> str:
-    """Return in words whether the method needs a fit, and the address of its description, if any."""
+    """Returns in words whether the method needs a fit, and the address of its description, if any."""
     return f"{entry.fit}{f'; {entry.link}' if entry.link else ''}"
 
 
 def options(entry: Entry) -> str:
-    """Return the method's options with their defaults, in one line."""
+    """Returns the method's options with their defaults, in one line."""
     return ", ".join(f"{name}={default}" for name, default in entry.options.items()) or "no options"

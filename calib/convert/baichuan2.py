@@ -57,7 +57,7 @@ def convert(source: Path, output: Path) -> None:
 
 
 def llama_config(found: Mapping[str, Any], source: Path) -> LlamaConfig:
-    """Return a Llama configuration with the sizes in `found`; raises UsageError if that is not Baichuan2 7B's."""
+    """Returns a Llama configuration with the sizes in `found`; raises UsageError if that is not Baichuan2 7B's."""
     architectures = found.get("architectures")
     if architectures != [ARCHITECTURE] or found.get("quantization_config"):
         what = "quantised" if architectures == [ARCHITECTURE] else f"of {architectures}"
@@ -81,7 +81,7 @@ def llama_config(found: Mapping[str, Any], source: Path) -> LlamaConfig:
 
 
 def as_llama(name: str, weight: Tensor) -> dict[str, Tensor]:
-    """Return the Llama tensors, by name, that replace one tensor of Baichuan2; none for stored rotary frequencies."""
+    """Returns the Llama tensors, by name, that replace one tensor of Baichuan2; none for stored rotary frequencies."""
     if name.endswith("rotary_emb.inv_freq"):
         return {}
     if name == "lm_head.weight":

@@ -34,7 +34,7 @@ def checkpoint_folder(output: Path) -> Iterator[Path]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file; raises UsageError if the file cannot be read or holds anything else."""
+    """Returns the object in a JSON file; raises UsageError if the file cannot be read or holds anything else."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -47,7 +47,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def shards(folder: Path) -> list[str]:
-    """Return the names of the checkpoint's weight files, sorted.
+    """Returns the names of the checkpoint's weight files, sorted.
 
     Raises UsageError if it has none in safetensors, or not all that its index names.
     """

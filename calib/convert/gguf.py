@@ -45,7 +45,7 @@ def convert(source: Path, output: Path) -> None:
 
 
 def plain_tokenizer(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerFast:
-    """Return the same vocabulary, rules, special tokens and chat template as a `PreTrainedTokenizerFast`.
+    """Returns the same vocabulary, rules, special tokens and chat template as a `PreTrainedTokenizerFast`.
 
     The tokenizer class of a model family would rebuild the rules from files that a GGUF file does not have.
     """

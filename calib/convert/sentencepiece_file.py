@@ -7,7 +7,7 @@ from calib.errors import UsageError
 
 
 def read_model(path: Path) -> Any:
-    """Return the file's `ModelProto`: pieces with scores and types, and the settings of trainer and normaliser.
+    """Returns the file's `ModelProto`: pieces with scores and types, and the settings of trainer and normaliser.
 
     Raises UsageError if sentencepiece is missing, or the file is no SentencePiece model, no byte pair encoding, or maps
     characters to others.

@@ -15,7 +15,7 @@ SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
 def sentencepiece_tokenizer(path: Path, settings: Mapping[str, Any]) -> PreTrainedTokenizerFast:
-    """Return the tokenizer of a SentencePiece model file.
+    """Returns the tokenizer of a SentencePiece model file.
 
     Args:
         path: the file.
@@ -61,7 +61,7 @@ def sentencepiece_tokenizer(path: Path, settings: Mapping[str, Any]) -> PreTrain
 
 
 def merges(pieces: Iterable[Any]) -> list[tuple[str, str]]:
-    """Return the BPE merges in order of priority: every split of a piece in two pieces, pieces of the highest score first."""
+    """Returns the BPE merges in order of priority: every split of a piece in two pieces, pieces of the highest score first."""
     normal = [piece for piece in pieces if piece.type == piece.NORMAL]
     known = {piece.piece for piece in normal}
     return [
@@ -73,5 +73,5 @@ def merges(pieces: Iterable[Any]) -> list[tuple[str, str]]:
 
 
 def content(token: str | Mapping[str, Any]) -> str:
-    """Return the text of a special token, given in tokenizer_config.json as a string or as an object with `content`."""
+    """Returns the text of a special token, given in tokenizer_config.json as a string or as an object with `content`."""
     return token if isinstance(token, str) else str(token["content"])

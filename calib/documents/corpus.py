@@ -17,7 +17,7 @@ QUOTED = re.compile(r'(^| )" ([^"\n]*?) "(?= |$)', re.MULTILINE)
 
 
 def natural_spacing(text: str) -> str:
-    """Return the text with WikiText's tokenised spacing replaced by that of written English; line structure is kept."""
+    """Returns the text with WikiText's tokenised spacing replaced by that of written English; line structure is kept."""
     text = JOINED.sub(r"\1", text)
     text = QUOTED.sub(r'\1"\2"', text)  # before BEFORE, which joins a comma to the quotation mark in front of it
     text = BEFORE.sub(r"\1", text)
@@ -45,7 +45,7 @@ class TextSource:
     natural_spacing: bool = True
 
     def read(self) -> str:
-        """Return the whole text. Raises UsageError if it is missing or empty, RunError if the hub does not give it."""
+        """Returns the whole text. Raises UsageError if it is missing or empty, RunError if the hub does not give it."""
         text = "\n".join(read_file(path) for path in self.text) if self.text else self.read_hub()
         if not text.strip():
             raise UsageError(f"the corpus {self.label} is empty: name a file that holds text")
@@ -59,7 +59,7 @@ class TextSource:
         return " ".join(str(part) for part in (self.name, self.config, self.split) if part)
 
     def read_hub(self) -> str:
-        """Return the texts of the split's column, joined, each ending in a line break. Raises as `read`."""
+        """Returns the texts of the split's column, joined, each ending in a line break. Raises as `read`."""
         if not self.name:
             raise UsageError("no text: give local files (text: [FILE, ...]) or a hub data set (name: OWNER/NAME)")
         import datasets  # only when the hub is asked for
@@ -84,7 +84,7 @@ class TextSource:
 
 
 def read_file(path: Path) -> str:
-    """Return the text of a UTF-8 file; raises UsageError, which names the path, if it cannot be read."""
+    """Returns the text of a UTF-8 file; raises UsageError, which names the path, if it cannot be read."""
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -93,5 +93,5 @@ def read_file(path: Path) -> str:
 
 
 def text_hash(text: str) -> str:
-    """Return the SHA-256 of the text's UTF-8 bytes, in hexadecimal."""
+    """Returns the SHA-256 of the text's UTF-8 bytes, in hexadecimal."""
     return hashlib.sha256(text.encode()).hexdigest()

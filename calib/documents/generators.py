@@ -46,7 +46,7 @@ class RetrievalCase:
 
 
 def keyed_random(*key: object) -> random.Random:
-    """Return a generator seeded by `key` alone, the same in every process (Python seeds it by the text's SHA-512)."""
+    """Returns a generator seeded by `key` alone, the same in every process (Python seeds it by the text's SHA-512)."""
     return random.Random("/".join(map(str, key)))
 
 
@@ -143,7 +143,7 @@ def retrieval_cases(
     split: Split = "eval",
     keys: Keys = "words",
 ) -> list[RetrievalCase]:
-    """Return `count` independent cases with one query each; case i depends on all arguments but `count`."""
+    """Returns `count` independent cases with one query each; case i depends on all arguments but `count`."""
     cases = []
     for index in range(count):
         rng = keyed_random("retrieval", seed, index, lines, digits, style, split, keys)

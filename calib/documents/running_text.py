@@ -35,11 +35,11 @@ class RunningText:
             raise ValueError(f"the text has no sentence of at most {LONGEST} tokens to hide a needle in")
 
     def window(self, rng: random.Random, tokens: int) -> list[str]:
-        """Return consecutive sentences from a random one on, as many as fit into `tokens` tokens; the first follows the last."""
+        """Returns consecutive sentences from a random one on, as many as fit into `tokens` tokens; the first follows the last."""
         return self.beginning(rng.randrange(len(self.sentences)), tokens)
 
     def beginning(self, index: int, tokens: int) -> list[str]:
-        """Return consecutive sentences from `index` on, as many as fit into `tokens` tokens; the first follows the last."""
+        """Returns consecutive sentences from `index` on, as many as fit into `tokens` tokens; the first follows the last."""
         window = []
         while self.tokens[index] <= tokens:
             tokens -= self.tokens[index]
@@ -49,7 +49,7 @@ class RunningText:
 
 
 def sentences(text: str) -> list[str]:
-    """Return the sentences of a text, each with the space before it; joined they give the text again."""
+    """Returns the sentences of a text, each with the space before it; joined they give the text again."""
     return [
         part if position == 0 else f" {part}"
         for paragraph in text.splitlines(keepends=True)

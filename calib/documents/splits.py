@@ -21,17 +21,17 @@ ATTEMPTS = 100
 
 
 def split_of(key: str, number: str) -> Split:
-    """Return the split to which the pair of key and number belongs."""
+    """Returns the split to which the pair of key and number belongs."""
     return "eval" if (zlib.crc32(key.encode()) + int(number)) % EVAL_ONE_IN == 0 else "train"
 
 
 def split_of_neighbours(one: str, other: str) -> Split:
-    """Return the split in whose documents the two keys may be in neighbouring lines, in either order."""
+    """Returns the split in whose documents the two keys may be in neighbouring lines, in either order."""
     return "eval" if zlib.crc32(" ".join(sorted((one, other))).encode()) % EVAL_ONE_IN == 0 else "train"
 
 
 def number_for(rng: random.Random, key: str, digits: int, split: Split) -> str:
-    """Return a random number of exactly `digits` digits (leading zeros allowed) whose pair with `key` belongs to `split`."""
+    """Returns a random number of exactly `digits` digits (leading zeros allowed) whose pair with `key` belongs to `split`."""
     while True:  # one draw in five, or four in five, succeeds
         number = f"{rng.randrange(10**digits):0{digits}d}"
         if split_of(key, number) == split:
@@ -39,7 +39,7 @@ def number_for(rng: random.Random, key: str, digits: int, split: Split) -> str:
 
 
 def keys_for(rng: random.Random, pool: Sequence[str], count: int, split: Split) -> list[str]:
-    """Return `count` different keys of `pool` in random order, with all pairs of neighbours in `split`.
+    """Returns `count` different keys of `pool` in random order, with all pairs of neighbours in `split`.
 
     Raises ValueError if `count` is below 1 or above `len(pool) - 60`, or no order was found.
     """

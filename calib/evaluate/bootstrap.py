@@ -7,7 +7,7 @@ TAIL = 2.5  # per cent on either side
 
 
 def mean_interval(values: np.ndarray, seed: int) -> tuple[float, float]:
-    """Return the 95 % interval of the mean of `values` [rows] float64, from rows drawn with replacement.
+    """Returns the 95 % interval of the mean of `values` [rows] float64, from rows drawn with replacement.
 
     The same seed gives the same interval; for a single row both ends are its value.
     """

@@ -36,7 +36,7 @@ class CacheSize:
 
     @staticmethod
     def of(memory: Memory) -> "CacheSize":
-        """Return the size of a compressed cache from its memory report."""
+        """Returns the size of a compressed cache from its memory report."""
         measured, bits = memory.measured_bytes, memory.bits_per_value
         return CacheSize(
             measured_bytes=measured,
@@ -57,7 +57,7 @@ def is_encoded(size: Mapping[str, Any]) -> bool:
 
 
 def sizes(caches: Sequence[CacheSize]) -> dict[str, Any]:
-    """Combine the sizes of all batches' caches: sums of bytes, bits per value over all values; None for what is unknown.
+    """Combines the sizes of all batches' caches: sums of bytes, bits per value over all values; None for what is unknown.
 
     `marginal_bits` is the mean over the caches. `by_kind` has the kinds with predicted bytes. `encoded` is false if no batch's
     cache has encoded a token.

@@ -17,7 +17,7 @@ FORMAT = 1
 
 
 def cases(evaluation: Evaluation) -> str:
-    """Return the text of the file; raises UsageError if no column can be written."""
+    """Returns the text of the file; raises UsageError if no column can be written."""
     written = [column for column in evaluation.columns if isinstance(column, Written)]
     if not written:
         titles = ", ".join(f"'{column.title}'" for column in evaluation.columns)

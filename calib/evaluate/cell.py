@@ -20,7 +20,7 @@ def cell_key(
     settings: Mapping[str, Any],
     artifact_hash: str | None,
 ) -> str:
-    """Return a cell's key (SHA-256), for a cell of this run or of a results file.
+    """Returns a cell's key (SHA-256), for a cell of this run or of a results file.
 
     Args:
         base: what all cells of the run depend on, as in `Cell.key`.
@@ -53,15 +53,15 @@ class Cell:
         return self.column.rows * self.column.length
 
     def options(self) -> dict[str, Any]:
-        """Return all options of the row on this column as plain JSON, including those at their default."""
+        """Returns all options of the row on this column as plain JSON, including those at their default."""
         return self.entry.all_options(self.column.title)
 
     def key(self, base: dict[str, Any]) -> str:
-        """Return the SHA-256 of everything that the figures depend on; `base` is what all cells of a run depend on."""
+        """Returns the SHA-256 of everything that the figures depend on; `base` is what all cells of a run depend on."""
         return cell_key(base, self.entry.method, self.options(), self.column.settings, self.artifact_hash)
 
     def measure(self, given: Given, advance: Callable[[float], None]) -> Result:
-        """Answer the column's batches one after another, and return the cell's figures, sizes and seconds.
+        """Answers the column's batches one after another, and returns the cell's figures, sizes and seconds.
 
         `advance(tokens)` is called after each batch, and once with 0 before the data are made.
         """

@@ -23,7 +23,7 @@ class CellFiles:
         self.notes: list[str] = []
 
     def read(self, key: str, column: Column) -> Result | None:
-        """Return the finished cell with this key, or None if there is no usable file."""
+        """Returns the finished cell with this key, or None if there is no usable file."""
         path = self.folder / f"{key}.json"
         if not path.is_file():
             return None
@@ -34,13 +34,13 @@ class CellFiles:
             return None
 
     def write(self, key: str, result: Result) -> None:
-        """Write a finished cell; raises OSError."""
+        """Writes a finished cell; raises OSError."""
         text = json.dumps({"key": key, "result": result}, indent=1, sort_keys=True, allow_nan=False)
         write_atomically(self.folder / f"{key}.json", f"{text}\n".encode())
 
 
 def checked(content: object, key: str, column: Column) -> Result:
-    """Return the result in a file's `content`; raises ValueError if it is not a complete result of the cell `key`."""
+    """Returns the result in a file's `content`; raises ValueError if it is not a complete result of the cell `key`."""
     require(isinstance(content, dict) and content.get("key") == key, "it is another cell's")
     assert isinstance(content, dict)
     entry(content, "result", dict, "result")

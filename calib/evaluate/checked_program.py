@@ -59,7 +59,7 @@ def ends_well(program: str, seconds: float) -> bool:
 
 
 def environment(folder: str) -> dict[str, str]:
-    """Return the environment variables of the child."""
+    """Returns the environment variables of the child."""
     kept = {name: os.environ[name] for name in KEPT if name in os.environ}
     return {"HOME": folder, "TMPDIR": folder, "LC_ALL": "C.UTF-8", **kept}
 

@@ -10,7 +10,7 @@ import sys
 
 
 def main() -> None:
-    """Run the program; exit with status 0 if it reached its end."""
+    """Runs the program; exit with status 0 if it reached its end."""
     asked = json.loads(sys.stdin.buffer.read())
     write, leave, report, token = os.write, os._exit, os.dup(1), asked["token"].encode()  # the program may change `os`
     nothing = os.open(os.devnull, os.O_RDWR)
@@ -23,7 +23,7 @@ def main() -> None:
 
 
 def limit(limits: dict[str, int]) -> None:
-    """Set the limits that the platform has; keys are names without RLIMIT_. macOS refuses some, which are skipped."""
+    """Sets the limits that the platform has; keys are names without RLIMIT_. macOS refuses some, which are skipped."""
     try:
         import resource
     except ImportError:  # Windows

@@ -32,7 +32,7 @@ def evaluate(
     drawn: Drawn | None = None,
     reuse: str | None = None,
 ) -> int:
-    """Run the request and write its reports; return 1 if a cell failed, else 0.
+    """Runs the request and writes its reports; returns 1 if a cell failed, else 0.
 
     Args:
         request: the checked request.
@@ -92,7 +92,7 @@ def evaluate(
 def with_earlier(
     evaluation: Evaluation, earlier: EarlierRun, results: dict[str, Result], cells: CellFiles
 ) -> tuple[dict[str, Result], list[str]]:
-    """Add the cells of an earlier run that have the same keys to the finished `results`, and write them as finished cells.
+    """Adds the cells of an earlier run that have the same keys to the finished `results`, and writes them as finished cells.
 
     Returns the results and notes to print.
     """
@@ -104,8 +104,8 @@ def with_earlier(
 
 
 def evaluate_models(requests: Mapping[str, Request], output: Path, only: list[str], fresh: bool, command: str) -> int:
-    """Run the requests one after another, each with its model's name as output folder, and write a table of all models into
-    `models.md`; return 1 if any cell failed, else 0. Raises the same errors as `evaluate`."""
+    """Runs the requests one after another, each with its model's name as output folder, and writes a table of all models into
+    `models.md`; returns 1 if any cell failed, else 0. Raises the same errors as `evaluate`."""
     folders = {name: output / name for name in requests}
     statuses = []
     for name, request in requests.items():
@@ -119,7 +119,7 @@ def evaluate_models(requests: Mapping[str, Request], output: Path, only: list[st
 
 
 def write_cases(request: Request, path: Path) -> int:
-    """Write the cases of the request's columns for another program to answer; raises UsageError and OSError."""
+    """Writes the cases of the request's columns for another program to answer; raises UsageError and OSError."""
     text = written_cases(prepare(request))
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, text.encode())
@@ -128,7 +128,7 @@ def write_cases(request: Request, path: Path) -> int:
 
 
 def compare_files(old: str, new: str) -> int:
-    """Print a comparison of the runs in the files `old` and `new`; raises UsageError if a file is not a run."""
+    """Prints a comparison of the runs in the files `old` and `new`; raises UsageError if a file is not a run."""
     then, now = read_run(old), read_run(new)
     show(compared(now, then, old))
     return 0

@@ -17,7 +17,7 @@ TOLD = ("title", "measures", "chance")  # entries of a column that are not setti
 
 
 def compared(now: Run, then: Run, name: str) -> list[Table]:
-    """Return a table of the differences of the runs' settings, then a table for each common column.
+    """Returns a table of the differences of the runs' settings, then a table for each common column.
 
     `name` is the earlier run's file.
     """
@@ -25,7 +25,7 @@ def compared(now: Run, then: Run, name: str) -> list[Table]:
 
 
 def notes(now: Run, then: Run) -> Iterator[tuple[str, str]]:
-    """Yield (heading, text): differences of model, settings and versions; rows and columns of only one run; changed options."""
+    """Yields (heading, text): differences of model, settings and versions; rows and columns of only one run; changed options."""
     kinds = ("architecture", "config_hash", "weights")
     model = [spoken(kind) for kind in kinds if now["model"].get(kind) != then["model"].get(kind)]
     others = [f"another model ({', '.join(model)})"] * bool(model)
@@ -47,7 +47,7 @@ def notes(now: Run, then: Run) -> Iterator[tuple[str, str]]:
 
 
 def changed(row: Row, old: Row) -> Iterator[tuple[str, str]]:
-    """Yield a line for each column on which rows of the same name have another method or other options."""
+    """Yields a line for each column on which rows of the same name have another method or other options."""
     for title in (title for title in row.cells if title in old.cells):
         asked, was = ({"method": cell["method"], **cell["options"]} for cell in (row.cells[title], old.cells[title]))
         other = "; ".join(differing(asked, was))
@@ -56,14 +56,14 @@ def changed(row: Row, old: Row) -> Iterator[tuple[str, str]]:
 
 
 def differing(now: Mapping[str, Any], then: Mapping[str, Any], *but: str) -> Iterator[str]:
-    """Yield "seed 21 (now 20)" for every entry that differs; the keys `but` are ignored."""
+    """Yields "seed 21 (now 20)" for every entry that differs; the keys `but` are ignored."""
     for key in dict.fromkeys([*now, *then]):
         if key not in but and now.get(key) != then.get(key):
             yield f"{spoken(key)} {inline(then.get(key))} (now {inline(now.get(key))})"
 
 
 def tables(now: Run, then: Run) -> list[Table]:
-    """Return a table for each column of both runs, with a line for each method that either run measured on it."""
+    """Returns a table for each column of both runs, with a line for each method that either run measured on it."""
     mine, theirs = ({row.name: row for row in rows(run)} for run in (now, then))
     found = []
     for title in (title for title in titles(now) if title in titles(then)):

@@ -59,12 +59,12 @@ class Evaluation:
         return self.request.methods
 
     def key(self, cell: Cell) -> str:
-        """Return the cell's key in `CellFiles`: the hash of `base`, the cell, the tokenizer and the versions of used packages."""
+        """Returns the cell's key in `CellFiles`: the hash of `base`, the cell, the tokenizer and the versions of used packages."""
         return cell.key({**self.base, "tokenizer": self.tokenizer, "packages": cell.entry.packages})
 
 
 def prepare(request: Request) -> Evaluation:
-    """Load the model and check every method on every column; raises UsageError if the request cannot be run."""
+    """Loads the model and checks every method on every column; raises UsageError if the request cannot be run."""
     if request.threads is not None:
         torch.set_num_threads(request.threads)
     device = usable_device(request.device)
@@ -100,7 +100,7 @@ def prepare(request: Request) -> Evaluation:
 
 
 def usable_device(name: str) -> torch.device:
-    """Return the torch device of this name; raises UsageError if this machine has no such device."""
+    """Returns the torch device of this name; raises UsageError if this machine has no such device."""
     try:
         device = torch.device(name)
         torch.empty(0, device=device)
@@ -111,7 +111,7 @@ def usable_device(name: str) -> torch.device:
 
 
 def read_artifact(name: str | None) -> tuple[Artifact | None, str | None]:
-    """Load an artifact and return it with the SHA-256 of its file, or (None, None) for no name.
+    """Loads an artifact and returns it with the SHA-256 of its file, or (None, None) for no name.
 
     `name` is a local file, one in the checkout that the package runs from, a folder with one artifact, or a hub repository.
     """
@@ -123,14 +123,14 @@ def read_artifact(name: str | None) -> tuple[Artifact | None, str | None]:
 
 
 def check_model(artifact: Artifact | None, model: PreTrainedModel) -> None:
-    """Raise UsageError if the artifact was fitted for another model, even if no row uses it."""
+    """Raises UsageError if the artifact was fitted for another model, even if no row uses it."""
     if artifact is not None:
         with refused_as_usage():
             artifact.check(model)
 
 
 def chosen(evaluation: Evaluation, patterns: Sequence[str]) -> list[Cell]:
-    """Return the cells of the rows whose label matches one of `patterns` (`h2o*`), or all cells if there are no patterns.
+    """Returns the cells of the rows whose label matches one of `patterns` (`h2o*`), or all cells if there are no patterns.
 
     Raises UsageError if that selects no cell.
     """
@@ -144,7 +144,7 @@ def chosen(evaluation: Evaluation, patterns: Sequence[str]) -> list[Cell]:
 
 
 def fitting(entries: Sequence[Entry], patterns: Sequence[str]) -> list[Entry]:
-    """Return the rows whose label matches one of `patterns`, or all; raises UsageError for a pattern that matches no row."""
+    """Returns the rows whose label matches one of `patterns`, or all; raises UsageError for a pattern that matches no row."""
     labels = [entry.label for entry in entries]
     for pattern in patterns:
         if not any(fnmatchcase(label, pattern) for label in labels):
@@ -159,7 +159,7 @@ def measure(
     advance: Callable[[Cell, float], None],
     finished: Callable[[Cell, Result], None] = lambda cell, result: None,
 ) -> dict[str, Result]:
-    """Measure `cells` in order and return their results by key; each result is written to `files` as soon as it is finished.
+    """Measures `cells` in order and returns their results by key; each result is written to `files` as soon as it is finished.
 
     The result of a cell that fails is `{"error": one line}`; it is not written and does not end the run. `advance(cell, tokens)`
     is called after each batch, `finished(cell, result)` after each cell that was measured or failed.

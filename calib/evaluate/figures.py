@@ -46,7 +46,7 @@ def is_end(name: str) -> bool:
 
 
 def maps(figures: Figures) -> dict[str, dict[float, str]]:
-    """Return, for every map (`layer #`) with at least two parts, the names of its figures by the part's number."""
+    """Returns, for every map (`layer #`) with at least two parts, the names of its figures by the part's number."""
     found: dict[str, dict[float, str]] = {}
     for name, value in figures.items():
         numbers = list(PART.finditer(name))
@@ -57,7 +57,7 @@ def maps(figures: Figures) -> dict[str, dict[float, str]]:
 
 
 def interval(figures: Figures, name: str) -> tuple[float, float] | None:
-    """Return the interval of the figure `name`, or None if the cell has none."""
+    """Returns the interval of the figure `name`, or None if the cell has none."""
     of_quality = name == next(iter(scalars([figures])), None)
     for ends in ([f"{name}_{end}" for end in ENDS], ENDS if of_quality else ()):
         if ends and all(end in figures for end in ends):
@@ -78,7 +78,7 @@ def spoken(name: str) -> str:
 
 
 def number(value: float) -> str:
-    """Format a figure: three decimals below 10, fewer above, and with an exponent if it is tiny or at least 1e6."""
+    """Formats a figure: three decimals below 10, fewer above, and with an exponent if it is tiny or at least 1e6."""
     size = abs(value)
     if size and (size < 5e-4 or size >= 1e6):
         return f"{value:.1e}"

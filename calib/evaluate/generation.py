@@ -42,12 +42,12 @@ class Prompt(NamedTuple):
 
 
 def alone(tokenizer: PreTrainedTokenizerBase, context: list[int], ids: list[int]) -> str:
-    """Decode `ids` by themselves, without the prompt before them."""
+    """Decodes `ids` by themselves, without the prompt before them."""
     return str(tokenizer.decode(ids, skip_special_tokens=True))
 
 
 def behind(tokenizer: PreTrainedTokenizerBase, context: list[int], ids: list[int]) -> str:
-    """Decode `ids` as the continuation of `context`, exact to the character.
+    """Decodes `ids` as the continuation of `context`, exact to the character.
 
     Some decoders strip a space from the start of a text. A continuation must keep it, since it may be indentation.
     """
@@ -67,7 +67,7 @@ def generated(
     rows: Sequence[Prompt],
     decode: Callable[[PreTrainedTokenizerBase, list[int], list[int]], str] = alone,
 ) -> list[str]:
-    """Generate with `model.generate`, and return each prompt's new text up to its first stop text.
+    """Generates with `model.generate`, and returns each prompt's new text up to its first stop text.
 
     Args:
         model: a causal language model.
@@ -105,7 +105,7 @@ class NumbersOnly(LogitsProcessor):
     """Raises RunError for NaN logits, from which greedy decoding would silently choose a token."""
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Return `scores` [rows, vocabulary] unchanged."""
+        """Returns `scores` [rows, vocabulary] unchanged."""
         if bool(scores.isnan().any()):
             raise RunError("the model's logits are NaN")
         return scores
@@ -121,7 +121,7 @@ class EndTexts(StoppingCriteria):
         self.tail = max((len(text.encode()) for text in texts), default=0) + 1
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: object) -> Tensor:
-        """Return bool [rows]: whether each row has generated a stop text."""
+        """Returns bool [rows]: whether each row has generated a stop text."""
         new = input_ids[:, self.prompt :]
         for row, text in enumerate(self.tokenizer.batch_decode(new[:, -self.tail :])):
             if any(end in text for end in self.texts):
@@ -130,18 +130,18 @@ class EndTexts(StoppingCriteria):
 
 
 def before(text: str, ends: Sequence[str]) -> str:
-    """Return `text` up to the first occurrence of any of `ends`."""
+    """Returns `text` up to the first occurrence of any of `ends`."""
     return text[: min((text.find(end) for end in ends if end in text), default=len(text))]
 
 
 def pad_token(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the token id that pads rows: the padding token, else the end token, else 0; the mask excludes it."""
+    """Returns the token id that pads rows: the padding token, else the end token, else 0; the mask excludes it."""
     found = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
     return next(token for token in found if token is not None)
 
 
 def left_padded(rows: Sequence[list[int]], pad: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return left-padded ids and the mask of real tokens, int64 [rows, longest] each."""
+    """Returns left-padded ids and the mask of real tokens, int64 [rows, longest] each."""
     longest = max(map(len, rows))
     ids = [[pad] * (longest - len(row)) + row for row in rows]
     mask = [[0] * (longest - len(row)) + [1] * len(row) for row in rows]

@@ -101,7 +101,7 @@ class Distance:
 
 
 def layer_sums(sample: LayerSample, held: list[dict[str, Stored]], bits: dict[str, float], kept: float) -> LayerSums:
-    """Compute the sums of one layer's sample, which has no padding.
+    """Computes the sums of one layer's sample, which has no padding.
 
     Args:
         sample: exact queries, keys and values of the layer.
@@ -120,7 +120,7 @@ def layer_sums(sample: LayerSample, held: list[dict[str, Stored]], bits: dict[st
 
 
 def stream_sums(given: Tensor, held: list[tuple[Tensor, Stored]], bits: float) -> StreamSums:
-    """Compute the sums over `given [rows, kv_heads, T, D]`; `held` pairs a row of it with the row's stored tokens."""
+    """Computes the sums over `given [rows, kv_heads, T, D]`; `held` pairs a row of it with the row's stored tokens."""
     flat = given.double().transpose(0, 1).flatten(1, 2)
     error, encoded = torch.zeros(flat.shape[0], flat.shape[2], flat.shape[2], dtype=torch.float64), 0
     for exact, stored in held:
@@ -131,12 +131,12 @@ def stream_sums(given: Tensor, held: list[tuple[Tensor, Stored]], bits: float) -
 
 
 def products(x: Tensor) -> Tensor:
-    """Return the sum of x x^T over the n vectors of `x [kv_heads, n, D]`: `[kv_heads, D, D]` on the CPU."""
+    """Returns the sum of x x^T over the n vectors of `x [kv_heads, n, D]`: `[kv_heads, D, D]` on the CPU."""
     return (x.mT @ x).cpu()
 
 
 def distances(sums: LayerSums) -> Iterator[tuple[str, Distance]]:
-    """Yield (kind, distance) for each of `ERRORS`; a stream that is exact or not encoded has none."""
+    """Yields (kind, distance) for each of `ERRORS`; a stream that is exact or not encoded has none."""
     for kind in ERRORS:
         stream = sums.values if kind == "values" else sums.keys
         weight = sums.queries / sums.asked if kind == "logits" else None
@@ -146,7 +146,7 @@ def distances(sums: LayerSums) -> Iterator[tuple[str, Distance]]:
 
 
 def stream_distance(stream: StreamSums, weight: Tensor | None) -> Distance | None:
-    """Return error and bound of one stream; with a `weight` W `[kv_heads, D, D]` the squared error of e is e^T W e.
+    """Returns error and bound of one stream; with a `weight` W `[kv_heads, D, D]` the squared error of e is e^T W e.
 
     None if nothing is encoded, if the error is 0, or if the bound is 0, as for tokens that are all equal.
     """
@@ -162,6 +162,6 @@ def stream_distance(stream: StreamSums, weight: Tensor | None) -> Distance | Non
 
 
 def mean_square(products: Tensor, weight: Tensor | None) -> float:
-    """Return E[x^T W x] per value from `products` = E[x x^T] `[kv_heads, D, D]`; without a weight W, E|x|^2 per value."""
+    """Returns E[x^T W x] per value from `products` = E[x x^T] `[kv_heads, D, D]`; without a weight W, E|x|^2 per value."""
     traces = products.diagonal(dim1=-2, dim2=-1) if weight is None else (products * weight).sum(-1)
     return float(traces.mean())

@@ -19,7 +19,7 @@ KEYS = ("model", "artifact", "dtype")  # entries of the request that each model 
 
 
 def requests(content: Mapping[str, Any], name: str) -> dict[str, Request]:
-    """Return a request for each of `models` by the model's name, or one request under "" if there is no `models`.
+    """Returns a request for each of `models` by the model's name, or one request under "" if there is no `models`.
 
     A model is a folder or hub name, or {name:, model:, artifact:, dtype:}; missing entries are those of the content. Raises
     UsageError if anything is wrong with one of the requests.
@@ -52,7 +52,7 @@ def requests(content: Mapping[str, Any], name: str) -> dict[str, Request]:
 
 
 def beside(runs: Mapping[str, Run]) -> list[Table]:
-    """Return a table for each column, with a line for each method: quality and bits per value of every model."""
+    """Returns a table for each column, with a line for each method: quality and bits per value of every model."""
     first = next(iter(runs.values()))
     found = []
     for title in titles(first):
@@ -77,7 +77,7 @@ def pair(cell: Mapping[str, Any] | None, quality: str) -> tuple[str, str]:
 
 
 def page(tables: Sequence[Table], folders: Mapping[str, Path], command: str) -> str:
-    """Return the tables as Markdown, with links to each model's own report."""
+    """Returns the tables as Markdown, with links to each model's own report."""
     lines = ["# calib eval, by model", "", code(command), ""]
     lines += [f"- {plain(name)}: [report]({quote(folder.name)}/report.md)" for name, folder in folders.items()]
     return "\n".join([*lines, "", *(part for table in tables for part in section(table))])

@@ -13,7 +13,7 @@ PRODUCTS = ("model", "float32")
 
 
 def multiply_in_float32(model: nn.Module) -> None:
-    """Make the model's linear layers keep a float32 copy of their weights and multiply with it.
+    """Makes the model's linear layers keep a float32 copy of their weights and multiply with it.
 
     Their inputs and outputs keep the model's dtype, and so do the keys and values that a cache is given.
     """

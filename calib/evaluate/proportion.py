@@ -34,7 +34,7 @@ class Proportion:
 
 
 def exact_at(parts: Sequence[Sequence[str]], right: Sequence[Sequence[bool]]) -> dict[str, float]:
-    """Return the share of right answers of every part, as {"exact at depth 0.25": ...}.
+    """Returns the share of right answers of every part, as {"exact at depth 0.25": ...}.
 
     `parts` has the part's name of each answer of each row, `right` whether that answer is right.
     """

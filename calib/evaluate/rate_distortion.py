@@ -22,7 +22,7 @@ from torch import Tensor
 
 
 def spectrum(covariance: Tensor, weight: Tensor | None = None) -> Tensor:
-    """Return the variances of the uncorrelated components of all heads: float64 `[kv_heads * D]`, descending, at least 0.
+    """Returns the variances of the uncorrelated components of all heads: float64 `[kv_heads * D]`, descending, at least 0.
 
     `covariance` is `[kv_heads, D, D]`; with a `weight` W of the same shape the squared error is e^T W e. Both are symmetric and
     positive semidefinite.
@@ -38,13 +38,13 @@ def spectrum(covariance: Tensor, weight: Tensor | None = None) -> Tensor:
 
 
 def square_root(matrices: Tensor) -> Tensor:
-    """Return the symmetric square root of symmetric positive semidefinite matrices `[..., D, D]`."""
+    """Returns the symmetric square root of symmetric positive semidefinite matrices `[..., D, D]`."""
     values, vectors = torch.linalg.eigh(matrices)
     return (vectors * values.clamp(min=0).sqrt()[..., None, :]) @ vectors.mT
 
 
 def least_error(variances: Tensor, bits: float) -> float:
-    """Return the least mean squared error D per value at `bits` bits per value; `variances` as from `spectrum`.
+    """Returns the least mean squared error D per value at `bits` bits per value; `variances` as from `spectrum`.
 
     Raises ValueError for a negative rate, and for variances that are negative or empty.
     """
@@ -63,7 +63,7 @@ def least_error(variances: Tensor, bits: float) -> float:
 
 
 def least_bits(variances: Tensor, error: float) -> float:
-    """Return the least rate R in bits per value for a mean squared error of at most `error` per value: inverse of `least_error`.
+    """Returns the least rate R in bits per value for a mean squared error of at most `error` per value: inverse of `least_error`.
 
     0 if the mean variance is not above `error`; infinity for an error of 0. Raises ValueError for a negative error.
     """
@@ -88,7 +88,7 @@ def decibels(ratio: float) -> float:
 
 
 def _checked(variances: Tensor) -> tuple[int, Tensor]:
-    """Return the number of components, and the variances above 0 in descending order."""
+    """Returns the number of components, and the variances above 0 in descending order."""
     variances = variances.double().cpu()
     if not len(variances) or not bool((variances >= 0).all()):
         raise ValueError(f"variances must be at least 0 and at least one, got {variances.tolist()}")

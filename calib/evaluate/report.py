@@ -33,7 +33,7 @@ NOT_ENCODED = (
 
 
 def document(evaluation: Evaluation, results: Mapping[str, Result]) -> dict[str, Any]:
-    """Return all results as plain JSON. The same request on the same machine gives the same content, except `seconds`."""
+    """Returns all results as plain JSON. The same request on the same machine gives the same content, except `seconds`."""
     request = evaluation.request
     return {
         "format": FORMAT,
@@ -70,18 +70,18 @@ def document(evaluation: Evaluation, results: Mapping[str, Result]) -> dict[str,
 
 
 def chance(column: Column) -> dict[str, float]:
-    """Return {"chance": share of exact answers that guessing gives}, or {} if the column has no `chance` above 0."""
+    """Returns {"chance": share of exact answers that guessing gives}, or {} if the column has no `chance` above 0."""
     share = float(getattr(column, "chance", 0.0))
     return {"chance": share} if share else {}
 
 
 def as_json(content: Mapping[str, Any]) -> str:
-    """Return the document as JSON text."""
+    """Returns the document as JSON text."""
     return json.dumps(content, indent=1, allow_nan=False) + "\n"
 
 
 def markdown(evaluation: Evaluation, results: Mapping[str, Result], command: str, further: Sequence[Table] = ()) -> str:
-    """Return the Markdown report: what was run, the table of methods by columns, a table with sizes for each column, failures,
+    """Returns the Markdown report: what was run, the table of methods by columns, a table with sizes for each column, failures,
     and the tables of `further`."""
     columns, nothing = evaluation.columns, unsolved(document(evaluation, results))
     lines = [f"# calib eval: {plain(evaluation.request.name)}", "", code(command), "", *about(evaluation, results), ""]
@@ -101,7 +101,7 @@ def markdown(evaluation: Evaluation, results: Mapping[str, Result], command: str
 
 
 def about(evaluation: Evaluation, results: Mapping[str, Result]) -> Iterator[str]:
-    """Yield lines that describe the model, the settings and the columns."""
+    """Yields lines that describe the model, the settings and the columns."""
     base, versions = evaluation.base, evaluation.base["versions"]
     products = (
         "" if evaluation.request.products == "model" else ", linear layers multiplied in float32 and rounded once"
@@ -124,7 +124,7 @@ def about(evaluation: Evaluation, results: Mapping[str, Result]) -> Iterator[str
 
 
 def measured(results: Mapping[str, Result]) -> list[Result]:
-    """Return the results of the cells that did not fail."""
+    """Returns the results of the cells that did not fail."""
     return [result for result in results.values() if "error" not in result]
 
 
@@ -134,7 +134,7 @@ def failed(evaluation: Evaluation, results: Mapping[str, Result]) -> list[Cell]:
 
 
 def rows(evaluation: Evaluation, results: Mapping[str, Result]) -> Iterator[tuple[str, str, list[tuple[Cell, Result]]]]:
-    """Yield (group, label, its cells with their results) for every row that has a result."""
+    """Yields (group, label, its cells with their results) for every row that has a result."""
     for entry in evaluation.entries:
         cells = [cell for cell in evaluation.cells if cell.entry is entry]
         found = [(cell, results[evaluation.key(cell)]) for cell in cells if evaluation.key(cell) in results]
@@ -143,14 +143,15 @@ def rows(evaluation: Evaluation, results: Mapping[str, Result]) -> Iterator[tupl
 
 
 def score(column: Column, result: Result | None) -> str:
-    """Return the cell's figures in words, "failed", or "" if there is no result."""
+    """Returns the cell's figures in words, "failed", or "" if there is no result."""
     if result is None:
         return ""
     return FAILED if "error" in result else column.words(result["figures"])
 
 
 def bits(result: Result | None) -> str:
-    """Return "3.12 (2.61)": true bits per value, with a star if nothing is encoded, and in brackets the paper's counting if any."""
+    """Returns "3.12 (2.61)": true bits per value, with a star if nothing is encoded, and in brackets the paper's counting if
+    any."""
     if result is None or "error" in result:
         return ""
     counted = result["sizes"]["paper_counting"]
@@ -159,12 +160,12 @@ def bits(result: Result | None) -> str:
 
 
 def names(column: Column) -> list[str]:
-    """Return a column's title, and the name of its measure if that differs."""
+    """Returns a column's title, and the name of its measure if that differs."""
     return [column.title] if column.title == column.measure_name else [column.title, column.measure_name]
 
 
 def overview(evaluation: Evaluation, results: Mapping[str, Result], nothing: dict[str, str]) -> Iterator[str]:
-    """Yield the table of methods by columns; columns in `nothing` are marked as not solved by the full cache."""
+    """Yields the table of methods by columns; columns in `nothing` are marked as not solved by the full cache."""
     headings = ["method"]
     for column in evaluation.columns:
         headings += [marked(": ".join(names(column)), nothing, column.title), "bits (paper counting)"]
@@ -182,7 +183,7 @@ def overview(evaluation: Evaluation, results: Mapping[str, Result], nothing: dic
 
 
 def details(evaluation: Evaluation, results: Mapping[str, Result], column: Column) -> Iterator[str]:
-    """Yield the table of one column, with all sizes of its cells."""
+    """Yields the table of one column, with all sizes of its cells."""
     sizes = [
         "bits per value",
         "paper counting",
@@ -200,7 +201,7 @@ def details(evaluation: Evaluation, results: Mapping[str, Result], column: Colum
 
 
 def weights(result: Result) -> list[str]:
-    """Return a cell's sizes as texts, all empty for a cell that failed."""
+    """Returns a cell's sizes as texts, all empty for a cell that failed."""
     if "error" in result:
         return [""] * 8
     size, star = result["sizes"], "" if is_encoded(result["sizes"]) else "*"

@@ -81,12 +81,12 @@ class Request:
 
     @staticmethod
     def known() -> list[str]:
-        """Return the keys that a configuration may have."""
+        """Returns the keys that a configuration may have."""
         return [field.name for field in fields(Request) if field.name != "name"]
 
     @staticmethod
     def of(content: Mapping[str, Any], name: str) -> "Request":
-        """Build the request from a configuration's content; raises UsageError that names the first error in it."""
+        """Builds the request from a configuration's content; raises UsageError that names the first error in it."""
         for key in content:
             if key not in Request.known():
                 raise UsageError(unknown(str(key), Request.known()))
@@ -95,7 +95,7 @@ class Request:
 
 
 def tasks(content: Any) -> tuple[Task, ...]:
-    """Build the tasks from the `tasks` list of a configuration; raises UsageError."""
+    """Builds the tasks from the `tasks` list of a configuration; raises UsageError."""
     built = []
     for position, item in enumerate(items(content, "tasks", "{task: NAME, ...}")):
         options = dict(item)

@@ -20,12 +20,12 @@ from calib.yaml_input import read_yaml_value
 
 
 def read_request(files: Sequence[str], words: Sequence[str]) -> Request:
-    """Return the first request (see `read_requests`); raises UsageError of one line for any error."""
+    """Returns the first request (see `read_requests`); raises UsageError of one line for any error."""
     return next(iter(read_requests(files, words).values()))
 
 
 def read_requests(files: Sequence[str], words: Sequence[str]) -> dict[str, Request]:
-    """Return the requests by the model's name, or one under "" for a configuration of one model.
+    """Returns the requests by the model's name, or one under "" for a configuration of one model.
 
     `files` are configurations, `words` command-line options. Raises UsageError of one line for any error.
     """
@@ -39,7 +39,7 @@ def read_requests(files: Sequence[str], words: Sequence[str]) -> dict[str, Reque
 
 
 def overrides(words: Sequence[str], known: Sequence[str], lists: Sequence[str] = ()) -> list[tuple[str, Any]]:
-    """Parse `--limit 20 --seed=1` to [("limit", 20), ("seed", 1)]; an option in `lists` may have several values
+    """Parses `--limit 20 --seed=1` to [("limit", 20), ("seed", 1)]; an option in `lists` may have several values
     (`--contexts 256 1024`), which become a list."""
     found, queue = [], list(words)
     while queue:
@@ -61,14 +61,14 @@ def overrides(words: Sequence[str], known: Sequence[str], lists: Sequence[str] =
 
 
 def known_keys() -> list[str]:
-    """Return all keys that may be overridden: those of the request, and `tasks.TASK.OPTION`."""
+    """Returns all keys that may be overridden: those of the request, and `tasks.TASK.OPTION`."""
     plain = [key for key in [*Request.known(), "models"] if key not in ("methods", "tasks")]
     dotted = [f"tasks.{name}.{field.name}" for name, task in TASKS.items() for field in fields(task)]
     return plain + dotted
 
 
 def overridden(content: Mapping[str, Any], key: str, value: Any) -> dict[str, Any]:
-    """Return a copy of the content with `key` replaced; `tasks.TASK.OPTION` is replaced in every task of that name."""
+    """Returns a copy of the content with `key` replaced; `tasks.TASK.OPTION` is replaced in every task of that name."""
     result = deepcopy(dict(content))
     if "." not in key:
         return result | {key: value}

@@ -14,7 +14,7 @@ KNOWN = ("bits_per_value", "measured_bytes", "host_bytes")  # sizes that are alw
 
 
 def incomplete(column: Column, result: Mapping[str, Any]) -> str | None:
-    """Return what a result of `column` lacks that this release's reports need, in words; None if it is complete."""
+    """Returns what a result of `column` lacks that this release's reports need, in words; None if it is complete."""
     for part in ("figures", "sizes"):
         if not isinstance(result.get(part), dict):
             return f"it has no {part}"
@@ -24,7 +24,7 @@ def incomplete(column: Column, result: Mapping[str, Any]) -> str | None:
 
 
 def wrong_sizes(sizes: Mapping[str, Any]) -> str | None:
-    """Return which size is missing or has a wrong type, in words; None if all are right."""
+    """Returns which size is missing or has a wrong type, in words; None if all are right."""
     wanted = (*sizes_of([CacheSize(0, 0.0)]), "paper_counting")
     if missing := [name for name in wanted if name not in sizes]:
         return f"its sizes have no {', '.join(missing)}"
@@ -46,7 +46,7 @@ def size_fits(name: str, value: object) -> bool:
 
 
 def wrong_figures(column: Column, figures: Mapping[str, Any]) -> str | None:
-    """Return why the column cannot put these figures into words; None if it can."""
+    """Returns why the column cannot put these figures into words; None if it can."""
     if wrong := [name for name, value in figures.items() if not is_number(value)]:
         return f"its figures.{wrong[0]} is no number"
     try:

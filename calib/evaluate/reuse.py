@@ -45,7 +45,7 @@ class EarlierRun:
 
     @staticmethod
     def read(name: str) -> "EarlierRun":
-        """Read the file `name`; raises UsageError if it is missing or not a run of `calib eval`."""
+        """Reads the file `name`; raises UsageError if it is missing or not a run of `calib eval`."""
         content = read_run(name)
         return EarlierRun(name, content, hashlib.sha256(Path(name).read_bytes()).hexdigest())
 
@@ -88,7 +88,7 @@ class TakenOver:
 
 
 def taken_over(evaluation: Evaluation, earlier: EarlierRun, finished: Collection[str] = ()) -> TakenOver:
-    """Return the results of `earlier` for cells of `evaluation`; cells with a key in `finished` get no note if they differ.
+    """Returns the results of `earlier` for cells of `evaluation`; cells with a key in `finished` get no note if they differ.
 
     Raises UsageError that names the difference if no cell can be taken over: another model, dtype, device, seed, batch size,
     products, versions or tokenizer, or no cell of `evaluation` with the same key in the file.
@@ -122,7 +122,7 @@ def taken_over(evaluation: Evaluation, earlier: EarlierRun, finished: Collection
 
 
 def differences(evaluation: Evaluation, earlier: EarlierRun) -> list[str]:
-    """Return the differences in what all cells depend on, such as "seed 21 (now 20)"."""
+    """Returns the differences in what all cells depend on, such as "seed 21 (now 20)"."""
     mine, theirs = ({**base, **base["versions"], "versions": None} for base in (evaluation.base, earlier.base()))
     model = [spoken(key) for key in OF_MODEL if mine[key] != theirs[key]]
     found = [f"another model ({', '.join(model)})"] * bool(model)
@@ -134,7 +134,7 @@ def differences(evaluation: Evaluation, earlier: EarlierRun) -> list[str]:
 
 
 def why_not(cell: Cell, theirs: Mapping[str, Any], earlier: EarlierRun) -> str | None:
-    """Return why a cell of the file cannot be taken over as `cell`; None if nothing is known, apart from `differences`."""
+    """Returns why a cell of the file cannot be taken over as `cell`; None if nothing is known, apart from `differences`."""
     if "error" in theirs:
         return f"it failed ({theirs['error']})"
     mine = plain({"method": cell.entry.method, **cell.options()}, cell.entry.label)
@@ -155,12 +155,12 @@ def why_not(cell: Cell, theirs: Mapping[str, Any], earlier: EarlierRun) -> str |
 
 
 def result_of(theirs: Mapping[str, Any], earlier: EarlierRun) -> Result:
-    """Return the result of a cell of the file, with a record (`reused`) of the run that measured it first."""
+    """Returns the result of a cell of the file, with a record (`reused`) of the run that measured it first."""
     source = {"results_sha256": earlier.digest, "machine": earlier.content.get("machine", {})}
     return {**{part: theirs[part] for part in PARTS}, "reused": theirs.get("reused", source)}
 
 
 def shortened(names: Sequence[str]) -> str:
-    """Join the first `SHOWN` names, and say how many more there are."""
+    """Joins the first `SHOWN` names, and says how many more there are."""
     rest = len(names) - SHOWN
     return ", ".join(names[:SHOWN]) + (f" and {rest} more" if rest > 0 else "")

@@ -15,12 +15,12 @@ Run = Mapping[str, Any]
 
 
 def read_run(name: str) -> dict[str, Any]:
-    """Return the run in the file `name`; raises UsageError if it is missing or not a run of `calib eval`."""
+    """Returns the run in the file `name`; raises UsageError if it is missing or not a run of `calib eval`."""
     return read_results(name, "calib eval", check)
 
 
 def read_results(name: str, command: str, check: Callable[[object], None]) -> dict[str, Any]:
-    """Return the results that `command` wrote into the file `name`; `check` raises ValueError for other content.
+    """Returns the results that `command` wrote into the file `name`; `check` raises ValueError for other content.
 
     Raises UsageError if the file is missing, cannot be read or has other content.
     """
@@ -39,7 +39,7 @@ def read_results(name: str, command: str, check: Callable[[object], None]) -> di
 
 
 def check(content: object) -> None:
-    """Raise ValueError that names the first missing or wrong entry of a run."""
+    """Raises ValueError that names the first missing or wrong entry of a run."""
     require(isinstance(content, dict), "it is no mapping")
     assert isinstance(content, dict)
     require("format" in content, "it has no format")
@@ -57,7 +57,7 @@ def check(content: object) -> None:
 
 
 def check_cell(cell: object, titles: set[str], where: str) -> None:
-    """Raise ValueError unless a cell belongs to one of the columns `titles` and has an error, or figures and sizes."""
+    """Raises ValueError unless a cell belongs to one of the columns `titles` and has an error, or figures and sizes."""
     for key in ("name", "group", "method", "column"):
         entry(cell, key, str, f"{where}.{key}")
     assert isinstance(cell, dict)
@@ -79,19 +79,19 @@ def check_cell(cell: object, titles: set[str], where: str) -> None:
 
 
 def check_source(cell: Mapping[str, Any], where: str) -> None:
-    """Raise ValueError if a cell was taken over from another run but lacks that run's hash or machine."""
+    """Raises ValueError if a cell was taken over from another run but lacks that run's hash or machine."""
     if "reused" in cell:
         entry(cell["reused"], "results_sha256", str, f"{where}.reused.results_sha256")
         entry(cell["reused"], "machine", dict, f"{where}.reused.machine")
 
 
 def entry(content: object, key: str, kind: type, where: str) -> None:
-    """Raise ValueError unless `content[key]` exists and has the type `kind`."""
+    """Raises ValueError unless `content[key]` exists and has the type `kind`."""
     require(isinstance(content, dict) and isinstance(content.get(key), kind), f"it has no {where}")
 
 
 def require(holds: bool, otherwise: str) -> None:
-    """Raise ValueError with the text `otherwise` unless the condition `holds`."""
+    """Raises ValueError with the text `otherwise` unless the condition `holds`."""
     if not holds:
         raise ValueError(otherwise)
 
@@ -132,7 +132,7 @@ def rows(run: Run) -> list[Row]:
 
 
 def reused(cells: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return a sentence for each earlier run from which some of `cells` were taken over: how many, which run, which machine."""
+    """Returns a sentence for each earlier run from which some of `cells` were taken over: how many, which run, which machine."""
     found: dict[tuple[str, str], int] = {}
     for source in (cell["reused"] for cell in cells if "reused" in cell):
         machine = ", ".join(f"{spoken(name)} {value}" for name, value in source["machine"].items())
@@ -145,5 +145,5 @@ def reused(cells: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def titles(run: Run) -> list[str]:
-    """Return the titles of the run's columns, in order."""
+    """Returns the titles of the run's columns, in order."""
     return [column["title"] for column in run["columns"]]

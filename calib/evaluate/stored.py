@@ -34,7 +34,7 @@ class Stored:
 
 
 def on_device(store: Store) -> OrderedStore | TieredStore:
-    """Return the store itself, or the device part of a store that is split between device and host."""
+    """Returns the store itself, or the device part of a store that is split between device and host."""
     found = store.low if isinstance(store, OffloadStore) else store
     assert isinstance(found, OrderedStore | TieredStore)
     return found
@@ -46,7 +46,7 @@ def knows_positions(store: OrderedStore | TieredStore) -> bool:
 
 
 def kept(store: OrderedStore | TieredStore, row: int) -> float:
-    """Return the share of a row's tokens that are on the device, in pages or in a window."""
+    """Returns the share of a row's tokens that are on the device, in pages or in a window."""
     length = store.sequences.lengths[row]
     if isinstance(store, OrderedStore) or not length:
         return 1.0
@@ -54,7 +54,7 @@ def kept(store: OrderedStore | TieredStore, row: int) -> float:
 
 
 def stored(store: OrderedStore | TieredStore, row: int) -> dict[str, Stored]:
-    """Return a row's stored tokens by stream; tokens of several tiers are concatenated. The store must know its positions."""
+    """Returns a row's stored tokens by stream; tokens of several tiers are concatenated. The store must know its positions."""
     if isinstance(store, OrderedStore):
         return {stream.role: _of_stream(store, stream, row) for stream in store.streams}
     device = store.tiers[0].pool.device
@@ -65,7 +65,7 @@ def stored(store: OrderedStore | TieredStore, row: int) -> dict[str, Stored]:
 
 
 def page_bits(store: OrderedStore | TieredStore, row: int) -> dict[str, float]:
-    """Return the bits of a row's encoded tokens by stream: all that they are decoded from, except tables of the artifact.
+    """Returns the bits of a row's encoded tokens by stream: all that they are decoded from, except tables of the artifact.
 
     Counted are codes, parameters, corrections, and the row's share of atoms and transforms made online; positions count half for
     keys and half for values. Empty slots of a page are not counted.
@@ -98,6 +98,6 @@ def _of_stream(store: OrderedStore, stream: Stream, row: int) -> Stored:
 
 
 def _used(pool: PagePool, tokens: int) -> dict[str, int]:
-    """Return, by field, the bytes of the page rows that hold the first `tokens` tokens of a pool."""
+    """Returns, by field, the bytes of the page rows that hold the first `tokens` tokens of a pool."""
     rows = {name: -(-tokens // pool.rows_of(field)) for name, field in pool.fields.items()}
     return {name: rows[name] * field.row_bytes(pool.kv_heads) for name, field in pool.fields.items()}

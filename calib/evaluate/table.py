@@ -21,7 +21,7 @@ SPEED_PERIOD = 600  # seconds over which speed is averaged for the time left, si
 
 
 def print_table(evaluation: Evaluation, results: Mapping[str, Result]) -> None:
-    """Print the table of methods by columns, in the groups of the request."""
+    """Prints the table of methods by columns, in the groups of the request."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     # Names are passed as `Text`, since brackets in a user's names (`kivi [2 bits]`) are not rich's markup.
     table.add_column("method", no_wrap=True)
@@ -52,7 +52,7 @@ def print_table(evaluation: Evaluation, results: Mapping[str, Result]) -> None:
 
 
 def told(cell: Cell, result: Result, position: str) -> str:
-    """Return one line on a finished or failed cell; `position` says which of how many it is."""
+    """Returns one line on a finished or failed cell; `position` says which of how many it is."""
     found = (
         f"{FAILED}: {result['error']}"
         if "error" in result
@@ -63,7 +63,7 @@ def told(cell: Cell, result: Result, position: str) -> str:
 
 
 def brief(column: Column, result: Result | None) -> str:
-    """Return the cell's figures without their intervals, "failed", or "" if there is no result."""
+    """Returns the cell's figures without their intervals, "failed", or "" if there is no result."""
     return "" if result is None else FAILED if "error" in result else column.brief(result["figures"])
 
 
@@ -90,7 +90,7 @@ class CellProgress(Progress):
         self.tried, self.count = 0, len(cells)
 
     def finish_cell(self, cell: Cell, result: Result) -> None:
-        """Log one line on a finished or failed cell, for runs without a visible bar."""
+        """Logs one line on a finished or failed cell, for runs without a visible bar."""
         self.tried += 1
         CELLS.info("%s", told(cell, result, f"{self.tried} of {self.count} cells"))
 

@@ -11,7 +11,7 @@ SAMPLE = "line rain: 4821 / the  quick-brown FOX isn't 1,190.5 \u2014 na\u00efve
 
 
 def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return the SHA-256 of the vocabulary and of a sample's tokens, with and without special tokens."""
+    """Returns the SHA-256 of the vocabulary and of a sample's tokens, with and without special tokens."""
     content: dict[str, Any] = {
         "vocabulary": dict(tokenizer.get_vocab()),
         "sample": [list(tokenizer(SAMPLE, add_special_tokens=special)["input_ids"]) for special in (True, False)],

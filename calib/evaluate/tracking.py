@@ -10,7 +10,7 @@ SIZES = ("bits_per_value", "paper_counting", "measured_bytes", "host_bytes")
 
 
 def track(run: Run, folder: Path, files: dict[str, Path]) -> None:
-    """Log a run that has measured at least one cell.
+    """Logs a run that has measured at least one cell.
 
     Args:
         run: the content of `results.json`.

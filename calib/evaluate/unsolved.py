@@ -15,7 +15,7 @@ MARK = "†"  # appended to a column's title
 
 
 def unsolved(run: Run) -> dict[str, str]:
-    """Return the reason in words for every unsolved column, by title; empty for a run without a row of the full cache."""
+    """Returns the reason in words for every unsolved column, by title; empty for a run without a row of the full cache."""
     chances = {column["title"]: column.get("chance", 0.0) for column in run["columns"]}
     found: dict[str, str] = {}
     for cell in run["cells"]:
@@ -28,17 +28,17 @@ def unsolved(run: Run) -> dict[str, str]:
 
 
 def reason(cell: dict[str, Any], chance: float) -> str:
-    """Return "full has 0.040 [0.011, 0.135] exact answers, and guessing 0.050"."""
+    """Returns "full has 0.040 [0.011, 0.135] exact answers, and guessing 0.050"."""
     figures, guess = cell["figures"], f", and guessing {number(chance)}" if chance else ""
     ends = "" if "high" not in figures else f" [{number(figures['low'])}, {number(figures['high'])}]"
     return f"{cell['name']} has {number(figures['exact'])}{ends} exact answers{guess}"
 
 
 def note(title: str, why: str) -> str:
-    """Return the line below a table on an unsolved column."""
+    """Returns the line below a table on an unsolved column."""
     return f"{MARK} {title} says nothing about the methods: {why}. Give the model a task that it solves with the full cache."
 
 
 def marked(heading: str, columns: dict[str, str], title: str) -> str:
-    """Return a column's heading, with the mark if `columns` has its title."""
+    """Returns a column's heading, with the mark if `columns` has its title."""
     return f"{heading} {MARK}" if title in columns else heading

@@ -143,7 +143,7 @@ class Calibration(LightningModule):
         self.progress: dict[str, Any] = {"stage": STAGES[0].name, "seen": 0, "finished": False}
 
     def fills(self, stage: Stage) -> tuple[str, ...]:
-        """Return the names of the statistics that `stage` fills under the options of this fit."""
+        """Returns the names of the statistics that `stage` fills under the options of this fit."""
         without = () if self.dictionary.atoms else ("vectors", "heldout_vectors")
         without += TRANSFORMS if not self.klt else () if self.limits[SENSITIVITY] != 0 else (SENSITIVITY,)
         without += () if self.storage else (STORAGE,)
@@ -152,11 +152,11 @@ class Calibration(LightningModule):
         return tuple(name for name in stage.statistics if name not in without)
 
     def stages(self) -> list[Stage]:
-        """Return the stages of this fit, in order."""
+        """Returns the stages of this fit, in order."""
         return [stage for stage in STAGES if self.fills(stage)]
 
     def round_after(self, measured: Collection[str]) -> list[Stage]:
-        """Return the next stages that each shard can run alone: up to the first that needs merged statistics of these stages.
+        """Returns the next stages that each shard can run alone: up to the first that needs merged statistics of these stages.
 
         Args:
             measured: names of the stages whose statistics are complete.
@@ -242,17 +242,17 @@ class Calibration(LightningModule):
                     setattr(self.statistics[name], attribute, fitted)
 
     def filled(self) -> tuple[str, ...]:
-        """Return the names of the statistics that the running stage fills."""
+        """Returns the names of the statistics that the running stage fills."""
         return self.fills(self.stage)
 
     def statistic(self, name: str) -> Statistic:
-        """Return the statistic of this name."""
+        """Returns the statistic of this name."""
         found = self.statistics[name]
         assert isinstance(found, Statistic)
         return found
 
     def tensors(self, names: tuple[str, ...]) -> dict[str, Tensor]:
-        """Return the artifact's tensors that the named statistics give, by tensor name."""
+        """Returns the artifact's tensors that the named statistics give, by tensor name."""
         return {name: tensor for one in names for name, tensor in self.statistic(one).tensors().items()}
 
     def observe(self, sample: LayerSample) -> None:
@@ -278,7 +278,7 @@ class Calibration(LightningModule):
         )
 
     def running_errors(self) -> dict[str, float]:
-        """Return, in the last stage, the relative errors so far over all layers, by names such as `error_2bit_clipped`."""
+        """Returns, in the last stage, the relative errors so far over all layers, by names such as `error_2bit_clipped`."""
         if "heldout" not in self.stage.statistics:
             return {}
         heldout = self.statistics["heldout"]
@@ -319,7 +319,7 @@ class Calibration(LightningModule):
 
 
 def model_shape(model: PreTrainedModel) -> Shape:
-    """Return the numbers of layers, heads and KV heads, and head_dim, from the model's configuration."""
+    """Returns the numbers of layers, heads and KV heads, and head_dim, from the model's configuration."""
     config = model.config.get_text_config(decoder=True)
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
@@ -328,7 +328,7 @@ def model_shape(model: PreTrainedModel) -> Shape:
 
 
 def named_errors(errors: Tensor, bits: Mapping[int, Any] | tuple[int, ...]) -> dict[str, float]:
-    """Return the entries of `errors [settings, bits]` by names such as `error_4bit_prompt`."""
+    """Returns the entries of `errors [settings, bits]` by names such as `error_4bit_prompt`."""
     return {
         f"error_{width}bit_{setting}": float(errors[row, column])
         for row, setting in enumerate(SETTINGS)

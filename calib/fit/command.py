@@ -96,7 +96,7 @@ def check_outputs(cli: FitCLI) -> None:
 
 
 def left_to_run(shard: Shard | None, calibration: Calibration, rounds: Sequence[Round]) -> list[Stage]:
-    """Return the stages that no shard has measured; for a shard, those of them that it can run alone.
+    """Returns the stages that no shard has measured; for a shard, those of them that it can run alone.
 
     Raises UsageError if none are left for the shard.
     """
@@ -110,7 +110,7 @@ def left_to_run(shard: Shard | None, calibration: Calibration, rounds: Sequence[
 
 
 def with_losses(artifact: Artifact, model: PreTrainedModel, corpus: Corpus) -> Artifact:
-    """Return the artifact with each head's `klt` errors reweighted by measured losses, and with the loss curve of `klt`.
+    """Returns the artifact with each head's `klt` errors reweighted by measured losses, and with the loss curve of `klt`.
 
     If the model cannot be run with a compressed cache, print one line instead.
     """
@@ -201,7 +201,7 @@ def save_config(cli: FitCLI, folder: Path) -> None:
 
 
 def flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested settings under dotted names, so that messages can name the one that differs."""
+    """Returns nested settings under dotted names, so that messages can name the one that differs."""
     result: dict[str, Any] = {}
     for key, value in config.items():
         result |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}

@@ -81,14 +81,14 @@ def fit_dictionaries(
 
 
 def vectors(calibration: Calibration, name: str, stream: str) -> dict[int, Tensor]:
-    """Return the sampled vectors of a stream, by layer; `name` is `vectors` or `heldout_vectors`."""
+    """Returns the sampled vectors of a stream, by layer; `name` is `vectors` or `heldout_vectors`."""
     samples = calibration.statistic(name)
     assert isinstance(samples, VectorSamples)
     return {layer: samples.vectors(layer)[stream] for layer in samples.reached()}
 
 
 def record(task: Task, layers: list[int], fitted: Fitted) -> dict[str, Any]:
-    """Return a group's entry of `Dictionaries.groups`."""
+    """Returns a group's entry of `Dictionaries.groups`."""
     stream, _, number = task.name.partition(".")
     return {
         "stream": stream,

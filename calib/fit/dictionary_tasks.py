@@ -38,12 +38,12 @@ def check_dictionaries(options: DictionaryOptions, shape: Shape, tokens: int) ->
 
 
 def sparsity(stream: str, options: DictionaryOptions) -> int:
-    """Return the (atom, coefficient) pairs of each chunk while the stream's dictionaries are trained."""
+    """Returns the (atom, coefficient) pairs of each chunk while the stream's dictionaries are trained."""
     return options.keys_sparsity if stream == "keys" else options.values_sparsity
 
 
 def chunks(stream: str, options: DictionaryOptions) -> int:
-    """Return into how many equal chunks a vector of the stream is cut."""
+    """Returns into how many equal chunks a vector of the stream is cut."""
     return options.key_chunks if stream == "keys" else options.value_chunks
 
 
@@ -55,7 +55,7 @@ def group_tasks(
     options: DictionaryOptions,
     kv_heads: int,
 ) -> list[Task]:
-    """Return one training task for each group, named `keys.0` and so on.
+    """Returns one training task for each group, named `keys.0` and so on.
 
     Args:
         stream: `keys` or `values`.

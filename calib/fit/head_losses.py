@@ -43,7 +43,7 @@ SCALED = {"basis": 0.5, "steps": 0.5, "errors": 1.0}  # power of f that multipli
 
 @torch.no_grad()
 def head_losses(model: PreTrainedModel, artifact: Artifact, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the KL divergence in nats per token with one head's keys (or values) coded, and the errors that `klt` predicts.
+    """Returns the KL divergence in nats per token with one head's keys (or values) coded, and the errors that `klt` predicts.
 
     Both float64: `[sequences, 2, layers, kv_heads]` and `[2, layers, kv_heads]`, the axis of 2 being keys, values.
 
@@ -87,18 +87,18 @@ def head_losses(model: PreTrainedModel, artifact: Artifact, tokens: Tensor) -> t
 
 
 def said_of(length: int) -> int:
-    """Return at how many last tokens of a sequence predictions are compared."""
+    """Returns at how many last tokens of a sequence predictions are compared."""
     return max(1, min(ANSWER, length // 8))
 
 
 def heads_of(sequence: int, layer: int, heads: int, sequences: int) -> range:
-    """Return the KV heads of `layer` measured on a sequence: all if they are few, else every n-th, in turn over sequences."""
+    """Returns the KV heads of `layer` measured on a sequence: all if they are few, else every n-th, in turn over sequences."""
     apart = min(-(-heads // HEADS), sequences)
     return range((sequence + layer) % apart, heads, apart)
 
 
 def with_part(exact: Cache, layer: int, role: str, head: int, part: Tensor) -> Cache:
-    """Return a copy of the cache `exact` with one head's keys or values replaced by `part [tokens, D]`.
+    """Returns a copy of the cache `exact` with one head's keys or values replaced by `part [tokens, D]`.
 
     `role` is `keys` or `values`; `exact` itself is not changed.
     """
@@ -111,7 +111,7 @@ def with_part(exact: Cache, layer: int, role: str, head: int, part: Tensor) -> C
 
 
 def factors(losses: Tensor, predicted: Tensor) -> Tensor:
-    """Return f of every head's keys and values, float64 `[2, layers, kv_heads]`; 1 where nothing was measured or predicted.
+    """Returns f of every head's keys and values, float64 `[2, layers, kv_heads]`; 1 where nothing was measured or predicted.
 
     Args:
         losses, predicted: as `head_losses` returns them.
@@ -130,7 +130,7 @@ def factors(losses: Tensor, predicted: Tensor) -> Tensor:
 
 
 def reweighted(artifact: Artifact, found: Tensor) -> dict[str, Tensor]:
-    """Return the artifact's `klt` bases, steps and errors, rescaled by the factors f, `found [2, layers, kv_heads]`."""
+    """Returns the artifact's `klt` bases, steps and errors, rescaled by the factors f, `found [2, layers, kv_heads]`."""
     scaled = {}
     for name, tensor in artifact.tensors.items():
         role, *family, kind = name.split(".")

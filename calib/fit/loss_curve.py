@@ -37,7 +37,7 @@ def loss_curve(
     sequences: int = SEQUENCES,
     rope: str | None = None,
 ) -> dict[str, Tensor]:
-    """Return the curve as a tensor under its name in the artifact; both columns increase.
+    """Returns the curve as a tensor under its name in the artifact; both columns increase.
 
     The loss is that of the predictions at the last quarter of each sequence, after a prefix whose tokens are coded except
     the first ones. The prefix is computed once, exactly, and its keys and values are stored in the caches of all budgets.
@@ -72,7 +72,7 @@ def loss_curve(
 
 
 def divergence(model: PreTrainedModel, answer: Tensor, cache: Cache, said: Tensor) -> float:
-    """Return the mean KL in nats per token between the exact predictions at `answer [tokens]` and those with this cache.
+    """Returns the mean KL in nats per token between the exact predictions at `answer [tokens]` and those with this cache.
 
     Args:
         answer: int64 `[tokens]`, which follow the tokens in the cache.
@@ -84,7 +84,7 @@ def divergence(model: PreTrainedModel, answer: Tensor, cache: Cache, said: Tenso
 
 
 def exact_answers(model: PreTrainedModel, row: Tensor, prefix: int, caches: Sequence[Cache]) -> Tensor:
-    """Return the exact log-probabilities predicted at each token from `prefix` on: float32 `[tokens - prefix, vocabulary]`.
+    """Returns the exact log-probabilities predicted at each token from `prefix` on: float32 `[tokens - prefix, vocabulary]`.
 
     The first `prefix` tokens are also stored in the `caches`, which must be empty.
     """

@@ -13,7 +13,7 @@ PERCENTILE = 0.999
 
 
 def fit_metrics(calibration: Calibration, dictionaries: Dictionaries) -> dict[str, Any]:
-    """Return the figures of a fit.
+    """Returns the figures of a fit.
 
     `layers`: one dict of numbers for each layer. `overall`: the held-out errors over all layers. `dictionaries`, if any
     were trained: one dict for each group of layers (`Dictionaries.groups`).
@@ -43,14 +43,14 @@ def fit_metrics(calibration: Calibration, dictionaries: Dictionaries) -> dict[st
 
 
 def outlier_ratio(low: Tensor, high: Tensor) -> float:
-    """Return the largest half range of a channel over the median channel's; 1 if the median channel is constant."""
+    """Returns the largest half range of a channel over the median channel's; 1 if the median channel is constant."""
     half = (high - low).flatten() / 2
     median = half.median().item()
     return half.max().item() / median if median > 0 else 1.0
 
 
 def tail_ratio(largest: float, tokens: Tensor) -> float:
-    """Return `largest` over the 99.9th percentile of all |x| in `tokens`; 1 if that is 0 or there are no entries."""
+    """Returns `largest` over the 99.9th percentile of all |x| in `tokens`; 1 if that is 0 or there are no entries."""
     entries = tokens.abs().flatten()
     if not len(entries):
         return 1.0

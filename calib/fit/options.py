@@ -139,11 +139,11 @@ class FitCLI(CalibCLI):
         return Path(self.config.output).name.removesuffix(".safetensors").removesuffix(".calib")
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """Return a Trainer whose root is the run's folder and which reads its data once."""
+        """Returns a Trainer whose root is the run's folder and which reads its data once."""
         return super().instantiate_trainer(default_root_dir=str(self.folder), max_epochs=1, **kwargs)
 
     def stage_trainer(self, stage: str, callbacks: list[Callback]) -> Trainer:
-        """Return the Trainer of one stage; all stages share the loggers."""
+        """Returns the Trainer of one stage; all stages share the loggers."""
         own = self.config_init["trainer"]["callbacks"] or []
         own = [*own] if isinstance(own, list) else [own]
         if self.config.trainer.enable_progress_bar is not False:
@@ -157,7 +157,7 @@ class FitCLI(CalibCLI):
 
 
 def whole_number(seed: bool | int) -> int:
-    """Return the seed; raises UsageError for others than whole numbers (LightningCLI takes `true` for a random seed)."""
+    """Returns the seed; raises UsageError for others than whole numbers (LightningCLI takes `true` for a random seed)."""
     if isinstance(seed, bool) or not 0 <= seed <= LARGEST_SEED:
         raise UsageError(
             f"seed_everything={printable(seed)}: must be a whole number from 0 to {LARGEST_SEED}; a fit is made to be repeatable"

@@ -142,7 +142,7 @@ def check_strategy(asked: Any) -> None:
 
 
 def merging_strategy(trainer: Trainer) -> MergingStrategy | None:
-    """Return the strategy of the stages' Trainers: a MergingStrategy instead of DDP, None for one process without DDP.
+    """Returns the strategy of the stages' Trainers: a MergingStrategy instead of DDP, None for one process without DDP.
 
     Raises UsageError for any other strategy that runs in several processes.
     """

@@ -21,5 +21,5 @@ class StageProgressBar(RichProgressBar):
         return f"{self.stage:<10}"
 
     def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
-        """Return the metrics to show, without the logger's version number."""
+        """Returns the metrics to show, without the logger's version number."""
         return {name: value for name, value in super().get_metrics(trainer, pl_module).items() if name != "v_num"}

@@ -11,7 +11,7 @@ from calib.fit.calibration import Calibration
 
 
 def settings(calibration: Calibration, corpus: Corpus, seed: int, batch_size: int) -> dict[str, Any]:
-    """Return all settings that the statistics depend on: the same settings on the same machine give the same bytes."""
+    """Returns all settings that the statistics depend on: the same settings on the same machine give the same bytes."""
     return {
         "model": model_name(calibration.path),
         "dtype": calibration.dtype_name,
@@ -38,12 +38,12 @@ def settings(calibration: Calibration, corpus: Corpus, seed: int, batch_size: in
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of the packages that the statistics depend on."""
+    """Returns the versions of the packages that the statistics depend on."""
     return {"calib": __version__} | {name: version(name) for name in ("torch", "transformers", "lightning")}
 
 
 def provenance(config: dict[str, Any], metrics: dict[str, Any]) -> dict[str, Any]:
-    """Return the artifact's `provenance`: data, seed, versions, metrics, config."""
+    """Returns the artifact's `provenance`: data, seed, versions, metrics, config."""
     rest = {key: value for key, value in config.items() if key not in ("data", "seed")}
     return {
         "data": config["data"],

@@ -89,7 +89,7 @@ class ShardFile:
         return Shard.of(self.document["shard"])
 
     def buffers(self, statistic: str, expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the buffers of one statistic by name, on the CPU.
+        """Returns the buffers of one statistic by name, on the CPU.
 
         Args:
             statistic: its name in `Calibration.statistics`.
@@ -103,7 +103,7 @@ class ShardFile:
         return found
 
     def tensor(self, name: str, like: Tensor) -> Tensor:
-        """Return one tensor on the CPU; raises UsageError unless it exists with the shape and dtype of `like`."""
+        """Returns one tensor on the CPU; raises UsageError unless it exists with the shape and dtype of `like`."""
         try:
             with safe_open(os.fspath(self.path), "pt") as file:
                 found: Tensor = file.get_tensor(name)
@@ -146,7 +146,7 @@ def write(
 
 
 def digest(buffers: Mapping[str, Tensor]) -> str:
-    """Return the SHA-256 of the buffers' names and bytes, in the names' order."""
+    """Returns the SHA-256 of the buffers' names and bytes, in the names' order."""
     found = hashlib.sha256()
     for name in sorted(buffers):
         found.update(name.encode())
@@ -155,5 +155,5 @@ def digest(buffers: Mapping[str, Tensor]) -> str:
 
 
 def reason(error: Exception) -> str:
-    """Return the first line of the error's message, shortened."""
+    """Returns the first line of the error's message, shortened."""
     return shortened(next(iter(str(error).splitlines()), type(error).__name__), 2 * LENGTH)

@@ -44,7 +44,7 @@ class Round:
 
 
 def arrange(calibration: Calibration, files: Sequence[ShardFile]) -> list[Round]:
-    """Return the files, given in any order, sorted into rounds. Reads only their metadata and needs no model.
+    """Returns the files, given in any order, sorted into rounds. Reads only their metadata and needs no model.
 
     Raises UsageError, naming the file, unless every round is complete, was measured after the same earlier rounds, and with
     these versions of the software.
@@ -72,12 +72,12 @@ def arrange(calibration: Calibration, files: Sequence[ShardFile]) -> list[Round]
 
 
 def stages_of(rounds: Sequence[Round]) -> list[str]:
-    """Return the names of the stages of these rounds."""
+    """Returns the names of the stages of these rounds."""
     return [stage.name for one in rounds for stage in one.stages]
 
 
 def base_of(rounds: Sequence[Round]) -> str:
-    """Return a hash of the metadata of all files (with the SHA-256 of their buffers), stored in later rounds; "" for no rounds."""
+    """Returns a hash of the metadata of all files (with the SHA-256 of their buffers), stored in later rounds; "" for no rounds."""
     return canonical_json.sha256([[file.document for file in one.files] for one in rounds]) if rounds else ""
 
 
@@ -113,7 +113,8 @@ def check_same(file: ShardFile, kind: str, before: Mapping[str, Any], now: Mappi
 
 
 def complete(files: Sequence[ShardFile], stages: str) -> tuple[ShardFile, ...]:
-    """Return the files in the order of their numbers; raises UsageError unless shards 1 ... N of the same N are given once each."""
+    """Returns the files in the order of their numbers; raises UsageError unless shards 1 ... N of the same N are given once
+    each."""
     found: dict[int, ShardFile] = {}
     first = files[0]
     for file in files:
@@ -177,5 +178,5 @@ def write_shard(
 
 
 def in_words(stages: Sequence[str]) -> str:
-    """Return the names joined, such as `statistics and sensitivity`."""
+    """Returns the names joined, such as `statistics and sensitivity`."""
     return " and ".join(printable(name)[1:-1] for name in stages)

@@ -16,7 +16,7 @@ WIDTH = 120  # more than the table needs; in a narrower terminal lines wrap and 
 
 
 def shown_bits(bits: Sequence[int]) -> list[int]:
-    """Return the bit widths shown: those of 4 and 2 that were measured; if neither was, the widest and the narrowest."""
+    """Returns the bit widths shown: those of 4 and 2 that were measured; if neither was, the widest and the narrowest."""
     return [width for width in (4, 2) if width in bits] or sorted({max(bits), min(bits)}, reverse=True)
 
 
@@ -66,5 +66,5 @@ def print_groups(groups: Sequence[Mapping[str, Any]]) -> None:
 
 
 def wide(console: Console) -> Console:
-    """Return `console` if it is wide enough for the tables, else a console of `WIDTH` columns."""
+    """Returns `console` if it is wide enough for the tables, else a console of `WIDTH` columns."""
     return console if console.width >= WIDTH else Console(width=WIDTH)

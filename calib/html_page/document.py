@@ -8,7 +8,7 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 
 def document(title: str, style: str, body: Iterable[str], script: str = "") -> str:
-    """Return the whole HTML file. `title` must be escaped. The policy allows only `script`, identified by its hash."""
+    """Returns the whole HTML file. `title` must be escaped. The policy allows only `script`, identified by its hash."""
     return "\n".join(
         [
             "<!doctype html>",
@@ -30,7 +30,7 @@ def document(title: str, style: str, body: Iterable[str], script: str = "") -> s
 
 
 def allowed(script: str) -> str:
-    """Return the policy's entry that allows the script; "" if there is no script."""
+    """Returns the policy's entry that allows the script; "" if there is no script."""
     if not script:
         return ""
     return f"; script-src 'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"

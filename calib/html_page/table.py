@@ -16,7 +16,7 @@ class Table:
 
 
 def section(table: Table, titled: bool = True) -> Iterator[str]:
-    """Yield the HTML of a table under its title; on a narrow screen it scrolls sideways."""
+    """Yields the HTML of a table under its title; on a narrow screen it scrolls sideways."""
     if titled:
         yield f"<h2>{words(table.title)}</h2>"
     named = any(table.header)
@@ -29,7 +29,7 @@ def section(table: Table, titled: bool = True) -> Iterator[str]:
 
 
 def row(cells: Sequence[str], tag: str) -> str:
-    """Return the HTML of a table row."""
+    """Returns the HTML of a table row."""
     return f"<tr>{''.join(f'<{tag}>{words(cell)}</{tag}>' for cell in cells)}</tr>"
 
 
@@ -39,5 +39,5 @@ def words(text: str) -> str:
 
 
 def printable(text: str) -> str:
-    """Replace every unprintable character of `text` by a question mark, since some are control codes of terminals or browsers."""
+    """Replaces every unprintable character of `text` by a question mark, since some are control codes of terminals or browsers."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)

@@ -19,7 +19,7 @@ BINS = 200
 
 
 def divergences(vectors: Mapping[int, Tensor], layers: int) -> Tensor:
-    """Return the divergence of every pair of layers in nats: float32 `[layers, layers]`, symmetric.
+    """Returns the divergence of every pair of layers in nats: float32 `[layers, layers]`, symmetric.
 
     Principal components are computed in float64, projections on them in float32.
 
@@ -48,18 +48,18 @@ def divergences(vectors: Mapping[int, Tensor], layers: int) -> Tensor:
 
 
 def moments_of(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return mean `[d]` and second moment `[d, d]` of `x [d, V]`, from which `principal_axes` of two layers follow."""
+    """Returns mean `[d]` and second moment `[d, d]` of `x [d, V]`, from which `principal_axes` of two layers follow."""
     return x.mean(1), x @ x.T / x.shape[1]
 
 
 def principal_axes(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> Tensor:
-    """Return the two leading principal components `[2, d]` of two equally large samples together, given by their moments."""
+    """Returns the two leading principal components `[2, d]` of two equally large samples together, given by their moments."""
     mean, moment = ((mine + theirs) / 2 for mine, theirs in zip(first, second, strict=True))
     return torch.linalg.eigh(moment - mean.outer(mean)).eigenvectors[:, -2:].T
 
 
 def histogram_divergence(first: Tensor, second: Tensor) -> float:
-    """Return the Jensen-Shannon divergence in nats of the histograms of two samples of points `[2, V]` on their common range."""
+    """Returns the Jensen-Shannon divergence in nats of the histograms of two samples of points `[2, V]` on their common range."""
     low, high = torch.minimum(first.amin(1), second.amin(1)), torch.maximum(first.amax(1), second.amax(1))
     step = torch.where(high > low, high - low, 1) / BINS
     p, q = (
@@ -70,10 +70,10 @@ def histogram_divergence(first: Tensor, second: Tensor) -> float:
 
 
 def distribution(bins: Tensor) -> Tensor:
-    """Return the share of points in each bin, from their bin numbers on both axes, int64 `[2, V]`: float64 `[BINS^2]`."""
+    """Returns the share of points in each bin, from their bin numbers on both axes, int64 `[2, V]`: float64 `[BINS^2]`."""
     return torch.bincount(bins[0] * BINS + bins[1], minlength=BINS * BINS).double() / bins.shape[1]
 
 
 def entropy(p: Tensor) -> float:
-    """Return the entropy -sum p ln p."""
+    """Returns the entropy -sum p ln p."""
     return torch.special.entr(p).sum().item()

@@ -15,7 +15,7 @@ PAPER_STARTS = {"keys": (0, 1, 2, 3, 6, 10, 14, 18, 22, 26, 30), "values": (0, 1
 def layer_groups(
     kind: str, stream: str, divergence: Tensor, reached: Sequence[int], delta1: float = 0.2, delta2: float = 1.0
 ) -> Tensor:
-    """Return the group of each layer: int64 `[layers]`, numbered from 0 in layer order; a group is a run of adjacent layers.
+    """Returns the group of each layer: int64 `[layers]`, numbered from 0 in layer order; a group is a run of adjacent layers.
 
     A layer that is not among `reached` gets the group of the layer before it and does not separate groups: the layers on
     both sides of it count as adjacent.
@@ -52,7 +52,7 @@ def layer_groups(
 
 
 def measured_starts(divergence: Tensor, reached: Sequence[int], delta1: float, delta2: float) -> set[int]:
-    """Return the first layer of each group, by eq. 6 and 7."""
+    """Returns the first layer of each group, by eq. 6 and 7."""
     starts: set[int] = set()
     group: list[int] = []
     total = 0.0
@@ -75,12 +75,12 @@ def check_paper(layers: int) -> None:
 
 
 def members(groups: Tensor, reached: Sequence[int]) -> list[list[int]]:
-    """Return the layers of each group that have vectors."""
+    """Returns the layers of each group that have vectors."""
     return [[layer for layer in reached if int(groups[layer]) == group] for group in range(int(groups.max()) + 1)]
 
 
 def in_words(layers: Sequence[int]) -> str:
-    """Return increasing layer numbers as text, runs shortened: `3`, `3-5` or `3, 5-7`."""
+    """Returns increasing layer numbers as text, runs shortened: `3`, `3-5` or `3, 5-7`."""
     runs: list[list[int]] = []
     for layer in layers:
         if runs and layer == runs[-1][-1] + 1:

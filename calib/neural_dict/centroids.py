@@ -15,7 +15,7 @@ TILE_ELEMENTS = 2**24  # distances in memory at once
 
 
 def centroids(samples: Tensor, count: int, draw: Generator) -> Tensor:
-    """Return `count` unit rows `[count, d]` for `samples [V, d]` (float32, V >= count); `draw` is a CPU generator.
+    """Returns `count` unit rows `[count, d]` for `samples [V, d]` (float32, V >= count); `draw` is a CPU generator.
 
     A centroid without vectors in a pass restarts at one of the vectors of the last batch farthest from their centroids.
     """
@@ -39,7 +39,8 @@ def centroids(samples: Tensor, count: int, draw: Generator) -> Tensor:
 
 
 def nearest_centres(x: Tensor, centres: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the squared distance `[V]` of each row of `x [V, d]` to the nearest of `centres [N, d]`, and its index int64 `[V]`."""
+    """Returns the squared distance `[V]` of each row of `x [V, d]` to the nearest of `centres [N, d]`, and its index int64
+    `[V]`."""
     lengths, found = centres.square().sum(1), []
     for rows in x.split(max(1, TILE_ELEMENTS // len(centres))):
         found.append(torch.addmm(lengths, rows, centres.mT, alpha=-2).min(1))
@@ -48,12 +49,12 @@ def nearest_centres(x: Tensor, centres: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def shuffled(samples: Tensor, draw: Generator) -> Tensor:
-    """Return a random order of the samples, the same on every device."""
+    """Returns a random order of the samples, the same on every device."""
     return torch.randperm(len(samples), generator=draw).to(samples.device)
 
 
 def unit_rows(rows: Tensor, draw: Generator | None = None) -> Tensor:
-    """Return `rows [N, d]` scaled to length 1 (ReNorm, eq. 9); rows of zeros get a random direction if `draw` is given."""
+    """Returns `rows [N, d]` scaled to length 1 (ReNorm, eq. 9); rows of zeros get a random direction if `draw` is given."""
     if draw is not None:
         zero = (rows == 0).all(1, keepdim=True)
         rows = torch.where(zero, torch.randn(rows.shape, generator=draw).to(rows), rows)

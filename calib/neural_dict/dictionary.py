@@ -74,7 +74,7 @@ class NeuralDictionary(nn.Module):
         return run >= self.options.epochs or run - best >= self.options.patience
 
     def draw(self, purpose: str) -> Generator:
-        """Return a CPU generator for one purpose in the current epoch."""
+        """Returns a CPU generator for one purpose in the current epoch."""
         epoch = int(self.epochs[0])
         key = keyed_random("dictionary", self.seed, self.task.name, epoch, purpose)
         return Generator().manual_seed(key.getrandbits(63))
@@ -162,11 +162,11 @@ class NeuralDictionary(nn.Module):
         self.first_moment[dead], self.second_moment[dead] = 0, 0
 
     def residual(self, x: Tensor) -> Tensor:
-        """Return x - x^ for `x [V, d]`, x^ being its sparse approximation."""
+        """Returns x - x^ for `x [V, d]`, x^ being its sparse approximation."""
         return x - desparsify(*matching_pursuit(x, self.atoms, self.task.sparsity), self.atoms)
 
     def validation_loss(self) -> Tensor:
-        """Return the mean of |x - x^|^2 / |x|^2 over the held-out vectors that are not 0: a float64 scalar."""
+        """Returns the mean of |x - x^|^2 / |x|^2 over the held-out vectors that are not 0: a float64 scalar."""
         lengths = self.heldout.double().square().sum(1)
         errors = self.residual(self.heldout).double().square().sum(1)
         return torch.where(lengths > 0, errors / lengths, 0).sum() / (lengths > 0).sum().clamp(min=1)

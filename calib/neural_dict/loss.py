@@ -54,7 +54,7 @@ class _Diversity(torch.autograd.Function):
 
 
 def reconstruction(atoms: Tensor, x: Tensor, index: Tensor, coefficient: Tensor) -> Tensor:
-    """Return L_MSE (eq. 8) of `x [B, d]` approximated by s pairs each, `[B, s]`, of `atoms [N, d]`: a scalar.
+    """Returns L_MSE (eq. 8) of `x [B, d]` approximated by s pairs each, `[B, s]`, of `atoms [N, d]`: a scalar.
 
     It is differentiable by the atoms only.
     """
@@ -62,12 +62,12 @@ def reconstruction(atoms: Tensor, x: Tensor, index: Tensor, coefficient: Tensor)
 
 
 def diversity(atoms: Tensor) -> Tensor:
-    """Return L_div (eq. 10) of `atoms [N, d]`, not necessarily of unit length: a differentiable scalar."""
+    """Returns L_div (eq. 10) of `atoms [N, d]`, not necessarily of unit length: a differentiable scalar."""
     return _Diversity.apply(atoms)
 
 
 def diversity_weight(mse: Tensor, penalty: Tensor) -> Tensor:
-    """Return beta = min(0.1 L_MSE / L_div, 1) without gradient (eq. 11), from the losses of the batch before.
+    """Returns beta = min(0.1 L_MSE / L_div, 1) without gradient (eq. 11), from the losses of the batch before.
 
     If L_div is 0, beta is 1.
     """

@@ -41,11 +41,11 @@ class NeuralDictionaries(LightningModule):
             yield dictionary
 
     def own(self) -> list[NeuralDictionary]:
-        """Return the dictionaries that this process trains."""
+        """Returns the dictionaries that this process trains."""
         return list(self.all())[self.trainer.global_rank :: self.trainer.world_size]
 
     def left(self) -> range:
-        """Return the numbers of the Trainer's steps that are left; none if all groups have stopped."""
+        """Returns the numbers of the Trainer's steps that are left; none if all groups have stopped."""
         over = all(dictionary.stopped for dictionary in self.all())
         return range(0) if over else range(self.epoch * PARTS, self.total * PARTS)
 

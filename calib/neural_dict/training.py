@@ -108,7 +108,7 @@ def remove(path: Path) -> None:
 
 
 def result(dictionary: NeuralDictionary) -> Fitted:
-    """Return the result of one group's training."""
+    """Returns the result of one group's training."""
     initial, best = dictionary.losses.tolist()
     figures = dict(zip(FIGURES, dictionary.figures.tolist(), strict=True))
     return Fitted(dictionary.best.cpu().clone(), initial, best, int(dictionary.epochs[0]), int(figures["dead"]))

@@ -33,7 +33,7 @@ FIGURE = 1 / 3
 def stand_in(
     calibration: Calibration, tried: Calibration, meta_model: MetaModel, corpus: Corpus, seed: int, batch_size: int
 ) -> Artifact:
-    """Return an artifact with the shapes that the fit would give for the whole model; all layers repeat one layer's numbers.
+    """Returns an artifact with the shapes that the fit would give for the whole model; all layers repeat one layer's numbers.
 
     Args:
         calibration: the fit's options.
@@ -64,7 +64,7 @@ def stand_in(
 def dictionary_tensors(
     options: DictionaryOptions, meta_model: MetaModel
 ) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
-    """Return the tensors of layer groups, divergences and dictionaries for the largest possible divergence (ln 2) between any two
+    """Returns the tensors of layer groups, divergences and dictionaries for the largest possible divergence (ln 2) between any two
     layers, and the metrics that a fit records for each group."""
     shape, tensors, groups = meta_model.shape, dict[str, Tensor](), list[dict[str, Any]]()
     atoms, reached = options.atoms * shape.kv_heads, range(shape.layers)
@@ -95,7 +95,7 @@ def dictionary_tensors(
 
 
 def lengthened(figures: Any) -> Any:
-    """Copy a JSON structure with every float, which is what a fit measures, replaced by 1/3."""
+    """Copies a JSON structure with every float, which is what a fit measures, replaced by 1/3."""
     if isinstance(figures, dict):
         return {name: lengthened(value) for name, value in figures.items()}
     if isinstance(figures, list):

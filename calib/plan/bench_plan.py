@@ -20,7 +20,7 @@ REPORTS, ROW = 20_000, 2000
 
 
 def make_bench_plan(request: BenchRequest) -> dict[str, Any]:
-    """Return the plan of a bench.
+    """Returns the plan of a bench.
 
     Raises UsageError if the model or artifact cannot be read, or if a context is longer than the model's positions allow.
     """
@@ -86,7 +86,7 @@ def cell_content(
 
 
 def largest(memory: RunMemory, request: BenchRequest, weights: int, on_gpu: bool) -> list[dict[str, Any]]:
-    """Return, for every method row and context, the largest batch that fits into `request.memory`, activations included."""
+    """Returns, for every method row and context, the largest batch that fits into `request.memory`, activations included."""
     if request.memory is None:
         return []
     found = []
@@ -114,7 +114,7 @@ def largest(memory: RunMemory, request: BenchRequest, weights: int, on_gpu: bool
 
 
 def seconds(pace: RunPace, request: BenchRequest, rows: int, on_gpu: bool) -> dict[str, float]:
-    """Return the seconds of each part of a bench: every row alone, prompts in turns, new tokens in turns, and the cells that the
+    """Returns the seconds of each part of a bench: every row alone, prompts in turns, new tokens in turns, and the cells that the
     largest batches are computed from; `rows` counts the baseline's second row too."""
     found = dict.fromkeys(("rows alone", "prompts", "new tokens", "largest batches"), 0.0)
     methods, new, turns = rows - 1, request.new_tokens, request.turns

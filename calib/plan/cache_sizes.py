@@ -32,7 +32,7 @@ class CacheSize:
     refused: str | None = None
 
     def content(self, values: int) -> dict[str, Any]:
-        """Return the size as plain JSON; `values` is the number of key and value elements of all layers in the cache."""
+        """Returns the size as plain JSON; `values` is the number of key and value elements of all layers in the cache."""
         if self.refused is not None:
             return {"refused": self.refused}
         return {"device_bytes": self.device, "host_bytes": self.host, "bits_per_value": 8 * self.device / values}

@@ -42,7 +42,7 @@ class Sizes:
         return Sizes(length, data.sequences, data.heldout_sequences, data.batch_size, processes, positions)
 
     def corpus(self, data: CaptureData) -> Corpus:
-        """Return a corpus of these sizes without text, whose `origin` has the same entries as the real corpus's."""
+        """Returns a corpus of these sizes without text, whose `origin` has the same entries as the real corpus's."""
         blank = torch.zeros(1, 1, dtype=torch.int64)
         source, digest = data.source, "0" * 64
         origin: dict[str, Any] = {"name": source.label, "sha256": digest}
@@ -91,7 +91,7 @@ class Pass:
 
 
 def passes(calibration: Calibration, sizes: Sizes) -> list[Pass]:
-    """Return the passes of all stages that read the corpus, in order."""
+    """Returns the passes of all stages that read the corpus, in order."""
     found = []
     for stage in calibration.stages():
         sequences = sizes.train if stage.part == "train" else sizes.heldout
@@ -104,7 +104,8 @@ def passes(calibration: Calibration, sizes: Sizes) -> list[Pass]:
 
 
 def statistics(calibration: Calibration, meta_model: MetaModel) -> dict[str, dict[str, Any]]:
-    """Return, for every statistic, its `tensors` while fitting, all layers (`[{"shape", "dtype", "count"}]`), and their `bytes`."""
+    """Returns, for every statistic, its `tensors` while fitting, all layers (`[{"shape", "dtype", "count"}]`), and their
+    `bytes`."""
     whole = prepared(calibration, meta_model)
     found: dict[str, dict[str, Any]] = {}
     for name, statistic in whole.statistics.items():
@@ -120,7 +121,7 @@ def statistics(calibration: Calibration, meta_model: MetaModel) -> dict[str, dic
 
 
 def prepared(calibration: Calibration, meta_model: MetaModel) -> Calibration:
-    """Return a copy of `calibration` with the statistics of the whole model on the `meta` device."""
+    """Returns a copy of `calibration` with the statistics of the whole model on the `meta` device."""
     whole = copy.deepcopy(calibration)
     with MetaTensors(), META:
         whole.prepare(meta_model.model, seed=0)

@@ -7,7 +7,7 @@ from calib.plan.text import plan_text
 
 
 def tell(cli: FitCLI) -> None:
-    """Print what the fit would capture, its memory, disk space and time; write nothing except `--plan_json`, if given."""
+    """Prints what the fit would capture, its memory, disk space and time; writes nothing except `--plan_json`, if given."""
     config, trainer = cli.config, cli.trainer
     plan = make_plan(
         cli.model,

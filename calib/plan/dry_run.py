@@ -16,7 +16,7 @@ TOKENS = 64
 
 
 def dry_run(calibration: Calibration, meta_model: MetaModel, length: int) -> Calibration:
-    """Return a copy of `calibration`, prepared for one layer, whose statistics have all observed a few random tokens.
+    """Returns a copy of `calibration`, prepared for one layer, whose statistics have all observed a few random tokens.
 
     If a residual basis has groups of more tokens than a sequence has, that basis is missing, as it is in the fit.
     """
@@ -33,7 +33,7 @@ def dry_run(calibration: Calibration, meta_model: MetaModel, length: int) -> Cal
 
 
 def random_sample(shape: Shape, tokens: int) -> LayerSample:
-    """Return a layer's sample of one sequence of `tokens` random tokens, float32."""
+    """Returns a layer's sample of one sequence of `tokens` random tokens, float32."""
     drawn = torch.Generator().manual_seed(0)
     heads = {"queries": shape.heads, "keys": shape.kv_heads, "values": shape.kv_heads}
     parts: dict[str, Any] = {

@@ -44,7 +44,7 @@ class Work:
     statistics: int
 
     def seconds(self, pace: Pace) -> dict[str, float]:
-        """Return the seconds of every stage, and of the checkpoints of all stages together."""
+        """Returns the seconds of every stage, and of the checkpoints of all stages together."""
         found = {one.stage.name: self._of_pass(one, pace) for one in self.passes}
         if self.calibration.klt:
             found["losses"] = self._of_losses(pace)
@@ -113,7 +113,7 @@ def extrapolated(
     off: tuple[float, float],
     pace: Callable[[Timed], dict[str, Any]],
 ) -> dict[str, Any]:
-    """Return the seconds of every stage, their sum with an uncertainty range, and the timings that they were extrapolated from.
+    """Returns the seconds of every stage, their sum with an uncertainty range, and the timings that they were extrapolated from.
 
     Args:
         measured: times pieces of the work on `device`; returns the timings and the seconds of every stage.

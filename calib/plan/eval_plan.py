@@ -86,7 +86,7 @@ class ColumnWork:
         return rows * one * (methods + bool(self.kept))
 
     def content(self, methods: int) -> dict[str, Any]:
-        """Return the work as plain JSON, for `methods` methods."""
+        """Returns the work as plain JSON, for `methods` methods."""
         return {
             "title": self.column.title,
             "task": self.column.settings["task"],
@@ -103,7 +103,7 @@ class ColumnWork:
 
 
 def make_eval_plan(request: Request, only: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the plan of an evaluation.
+    """Returns the plan of an evaluation.
 
     Args:
         request: the checked request.
@@ -152,7 +152,7 @@ def serves(entry: Entry, column: Column) -> bool:
 
 
 def largest_cache(memory: RunMemory, entry: Entry, works: Sequence[ColumnWork]) -> dict[str, Any] | None:
-    """Return the largest cache of a row and the column that needs it, or why the method refuses the model; None for no cache."""
+    """Returns the largest cache of a row and the column that needs it, or why the method refuses the model; None for no cache."""
     if not isinstance(entry, CacheEntry) or not works:
         return None
     sizes = [(work.cache(memory, entry), work) for work in works]
@@ -167,7 +167,7 @@ def largest_cache(memory: RunMemory, entry: Entry, works: Sequence[ColumnWork]) 
 def peak(
     memory: RunMemory, works: Sequence[ColumnWork], asked: dict[str, list[Entry]], weights: int, on_gpu: bool
 ) -> dict[str, Any]:
-    """Return the peak memory with its row and column; answers kept between methods (`kept`) are counted for all columns."""
+    """Returns the peak memory with its row and column; answers kept between methods (`kept`) are counted for all columns."""
     kept, found = sum(work.kept for work in works), list[dict[str, Any]]()
     for work in works:
         beside = memory.forward(work.batch, work.prompt) + work.logits(memory)

@@ -72,7 +72,7 @@ class MetaModel:
         return getattr(self.text, "max_position_embeddings", None)
 
     def content(self, path: str) -> dict[str, Any]:
-        """Return a plan's entry on the model at `path`, as plain JSON."""
+        """Returns a plan's entry on the model at `path`, as plain JSON."""
         return {
             "path": path,
             "architecture": self.text.model_type,
@@ -85,12 +85,12 @@ class MetaModel:
         }
 
     def one_layer(self) -> PreTrainedModel:
-        """Return a model of one layer on the `meta` device, whose embedding and head have a small vocabulary."""
+        """Returns a model of one layer on the `meta` device, whose embedding and head have a small vocabulary."""
         return without_weights(self.layer, self.model.dtype)
 
 
 def read_meta_model(path: str, dtype: str) -> MetaModel:
-    """Read the configuration of the model at `path` (a folder, a GGUF file or a hub name) and build the model without weights.
+    """Reads the configuration of the model at `path` (a folder, a GGUF file or a hub name) and builds the model without weights.
 
     `dtype` is a name of `DTYPES` or "auto". Raises UsageError if there is no configuration, or if no causal language model can be
     built from it.
@@ -106,7 +106,7 @@ def read_meta_model(path: str, dtype: str) -> MetaModel:
 
 
 def told(path: str, local: bool, read: Callable[[], Any]) -> Any:
-    """Return `read()`; turn any exception into a UsageError of one line."""
+    """Returns `read()`; turn any exception into a UsageError of one line."""
     try:
         return read()
     except Exception as error:  # transformers raises many types; each means that this model cannot be planned for
@@ -120,7 +120,7 @@ def told(path: str, local: bool, read: Callable[[], Any]) -> Any:
 
 
 def without_weights(config: Any, dtype: Any) -> PreTrainedModel:
-    """Build a configuration's model on the `meta` device, with real rotary embeddings, whose values the configuration sets."""
+    """Builds a configuration's model on the `meta` device, with real rotary embeddings, whose values the configuration sets."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype)
     with_rotary_embeddings(model, torch.device("cpu"))
@@ -128,7 +128,7 @@ def without_weights(config: Any, dtype: Any) -> PreTrainedModel:
 
 
 def with_rotary_embeddings(model: nn.Module, device: torch.device) -> None:
-    """Replace the model's rotary embeddings by newly built ones on `device`."""
+    """Replaces the model's rotary embeddings by newly built ones on `device`."""
     for owner in list(model.modules()):
         for name, part in owner.named_children():
             buffers = [kind for kind, _ in part.named_buffers(recurse=False)]  # some models: one a kind of layer
@@ -137,7 +137,7 @@ def with_rotary_embeddings(model: nn.Module, device: torch.device) -> None:
 
 
 def one_layer(config: Any) -> Any:
-    """Return a copy of `config` with the first layer only and a small vocabulary."""
+    """Returns a copy of `config` with the first layer only and a small vocabulary."""
     alone = copy.deepcopy(config)
     text = alone.get_text_config(decoder=True)
     layers = text.num_hidden_layers

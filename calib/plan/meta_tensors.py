@@ -1,4 +1,4 @@
-"""Run the fit's and the runtime's own code on `meta` tensors, which have shapes but no data, and count the bytes that it holds.
+"""Runs the fit's and the runtime's own code on `meta` tensors, which have shapes but no data, and counts the bytes that it holds.
 
 Operations that read values of a tensor on the host fail on the `meta` device. The code that is run here uses few of them, and
 each gets the usual answer: everything is finite, no token is padding, no value is too large for float16.
@@ -107,7 +107,7 @@ class _Attended(torch.autograd.Function):
 
 
 def _positions(index: Tensor | None) -> list[Tensor | None]:
-    """Replace a boolean mask by the integer indices that it stands for, one tensor for each axis, as if all entries were true."""
+    """Replaces a boolean mask by the integer indices that it stands for, one tensor for each axis, as if all entries were true."""
     if index is None or index.dtype != torch.bool:
         return [index]
     return [torch.empty(index.numel(), dtype=torch.int64, device=META) for _ in range(index.ndim)]

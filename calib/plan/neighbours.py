@@ -38,7 +38,7 @@ def watched() -> Iterator[Neighbours]:
 
 
 def jiffies() -> tuple[int, int] | None:
-    """Return the jiffies of all processors since boot, in total and busy; None if they cannot be read."""
+    """Returns the jiffies of all processors since boot, in total and busy; None if they cannot be read."""
     try:
         numbers = [int(word) for word in COUNTERS.read_text(encoding="ascii").splitlines()[0].split()[1:]][:COUNTED]
     except (OSError, ValueError, IndexError):

@@ -41,7 +41,7 @@ class Peak:
 
 
 def peaks(calibration: Calibration, meta_model: MetaModel, sizes: Sizes, statistics: int, on_gpu: bool) -> list[Peak]:
-    """Return the peak of every stage; `statistics` are the bytes of all statistics."""
+    """Returns the peak of every stage; `statistics` are the bytes of all statistics."""
     resident, saving = meta_model.weights + statistics, COPIES * statistics
     found = [Peak("loading", meta_model.weights, meta_model.weights)] if on_gpu else []
     for stage, size in transients(calibration, meta_model, sizes).items():
@@ -56,12 +56,12 @@ def peaks(calibration: Calibration, meta_model: MetaModel, sizes: Sizes, statist
 
 
 def placed(stage: str, device: int, host: int, on_gpu: bool) -> Peak:
-    """Return the peak of a stage; without a GPU the `device` bytes are added to those of the host."""
+    """Returns the peak of a stage; without a GPU the `device` bytes are added to those of the host."""
     return Peak(stage, device, host) if on_gpu else Peak(stage, 0, device + host)
 
 
 def transients(calibration: Calibration, meta_model: MetaModel, sizes: Sizes) -> dict[str, int]:
-    """Return for each stage the bytes in addition to weights and statistics while a full batch goes through a layer."""
+    """Returns for each stage the bytes in addition to weights and statistics while a full batch goes through a layer."""
     one, found = copy.deepcopy(calibration), {}
     # One bit width and one clip factor suffice: they are tried one after the other, in the same memory.
     one.bits, one.residual_bits, one.clip_factors = one.bits[:1], one.residual_bits[:1], (1.0,)

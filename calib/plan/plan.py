@@ -36,7 +36,7 @@ def make_plan(
     processes: int = 1,
     budget: float = BUDGET,
 ) -> dict[str, Any]:
-    """Return the plan of a fit.
+    """Returns the plan of a fit.
 
     Args:
         calibration: the fit's options.
@@ -88,7 +88,7 @@ def make_plan(
 
 
 def dictionaries_content(calibration: Calibration, meta_model: MetaModel, artifact: Artifact) -> dict[str, Any] | None:
-    """Return sizes and training steps of the dictionaries of keys and of values, for the most groups of layers; None if none."""
+    """Returns sizes and training steps of the dictionaries of keys and of values, for the most groups of layers; None if none."""
     options, shape = calibration.dictionary, meta_model.shape
     if not options.atoms:
         return None
@@ -121,7 +121,7 @@ def disk_content(calibration: Calibration, artifact: Artifact, stages: int, held
 
 
 def seconds_content(work: Work, device: torch.device, budget: float) -> dict[str, Any]:
-    """Return the seconds of all stages and their sum, extrapolated from pieces of work timed on `device`."""
+    """Returns the seconds of all stages and their sum, extrapolated from pieces of work timed on `device`."""
 
     def measured() -> tuple[Pace, dict[str, float]]:
         pace = measured_pace(work.calibration, work.meta_model, work.sizes, device, budget)

@@ -31,7 +31,7 @@ class PlannedSubject(Subject):
 
 
 def planned_tokenizer(path: str) -> tuple[PreTrainedTokenizerBase, str | None]:
-    """Return the tokenizer of the model at `path` and None; if there is none, the embedded model's tokenizer and the reason."""
+    """Returns the tokenizer of the model at `path` and None; if there is none, the embedded model's tokenizer and the reason."""
     found = ModelFiles.find(path)
     with without_waiting_for_the_hub(), without_notes():
         try:

@@ -75,7 +75,7 @@ class Pace:
 def measured_pace(
     calibration: Calibration, meta_model: MetaModel, sizes: Sizes, device: torch.device, budget: float
 ) -> Pace:
-    """Time all pieces on `device`; forwards and statistics take about `budget` seconds."""
+    """Times all pieces on `device`; forwards and statistics take about `budget` seconds."""
     pace, devices = Pace(), [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices):
         torch.manual_seed(0)
@@ -90,7 +90,7 @@ def measured_pace(
 def capture(
     pace: Pace, calibration: Calibration, meta_model: MetaModel, sizes: Sizes, device: torch.device, budget: float
 ) -> None:
-    """Time one layer's forward and every statistic, in growing pieces, and write the seconds into `pace`."""
+    """Times one layer's forward and every statistic, in growing pieces, and writes the seconds into `pace`."""
     model, one = random_layer(meta_model, device), copy.deepcopy(calibration)
     one.bits, one.residual_bits, one.clip_factors = one.bits[:1], one.residual_bits[:1], one.clip_factors[:TRIED]
     one.prepare(model, seed=0)
@@ -118,7 +118,7 @@ def capture(
 
 
 def piece(pace: Pace, one: Calibration, model: PreTrainedModel, batch: int, length: int, device: torch.device) -> None:
-    """Time the forward and all statistics on `batch` random sequences of `length` tokens."""
+    """Times the forward and all statistics on `batch` random sequences of `length` tokens."""
     tokens = torch.randint(3, model.config.get_text_config(decoder=True).vocab_size, (batch, length), device=device)
     real, samples = torch.ones_like(tokens, dtype=torch.bool), list[LayerSample]()
     index = torch.arange(tokens.numel(), device=device).view_as(tokens)
@@ -136,7 +136,7 @@ def piece(pace: Pace, one: Calibration, model: PreTrainedModel, batch: int, leng
 
 
 def dictionaries(pace: Pace, calibration: Calibration, meta_model: MetaModel, device: torch.device) -> None:
-    """Time each stream's dictionaries, as many in parallel as the fit trains at once, since CPU threads slow each other down."""
+    """Times each stream's dictionaries, as many in parallel as the fit trains at once, since CPU threads slow each other down."""
     options, shape, at_once = calibration.dictionary, meta_model.shape, together(meta_model, device)
     atoms = options.atoms * shape.kv_heads
     for name in STREAMS:
@@ -169,25 +169,25 @@ def together(meta_model: MetaModel, device: torch.device) -> int:
 
 
 def trained(dictionary: NeuralDictionary, steps: int = 1) -> None:
-    """Train for several steps: dictionaries in parallel slow each other down, which a single step does not show."""
+    """Trains for several steps: dictionaries in parallel slow each other down, which a single step does not show."""
     for _ in range(steps):
         dictionary.train_batch(dictionary.samples[: dictionary.options.batch_size])
 
 
 @torch.no_grad()
 def assigned(dictionary: NeuralDictionary) -> None:
-    """Find the nearest centroid of every held-out vector, which is most of the work of k-means."""
+    """Finds the nearest centroid of every held-out vector, which is most of the work of k-means."""
     nearest_centres(dictionary.heldout, dictionary.atoms)
 
 
 def compared(vectors: Tensor, moments: tuple[Tensor, Tensor]) -> float:
-    """Compute the divergence of two layers that both have the same `vectors [d, V]` (d channels, V vectors)."""
+    """Computes the divergence of two layers that both have the same `vectors [d, V]` (d channels, V vectors)."""
     axes = principal_axes(moments, moments).float()
     return histogram_divergence(axes @ vectors, axes @ vectors)
 
 
 def random_layer(meta_model: MetaModel, device: torch.device) -> PreTrainedModel:
-    """Return a one-layer model on `device` with random weights."""
+    """Returns a one-layer model on `device` with random weights."""
     model = meta_model.one_layer().to_empty(device=device)
     for part in model.parameters():
         # Random numbers are repeated, since drawing every entry would take longer than the work that is timed.
@@ -211,6 +211,6 @@ def seconds(work: Callable[[], Any], device: torch.device) -> float:
 
 
 def settle(device: torch.device) -> None:
-    """Wait until a GPU has finished its work."""
+    """Waits until a GPU has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

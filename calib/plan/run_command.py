@@ -9,7 +9,7 @@ from calib.runtime.files.atomic_file import write_atomically
 
 
 def tell_runs(plans: dict[str, dict[str, Any]], file: str | None) -> int:
-    """Print the plans by model name (a single plan has the name ""), and write them to `file`; raises RunError if that fails."""
+    """Prints the plans by model name (a single plan has the name ""), and writes them to `file`; raises RunError if that fails."""
     for name, plan in plans.items():
         print(*([f"model {name}:"] if name else []), run_text(plan), *([""] if len(plans) > 1 else []), sep="\n")
     write_plan(plans.get("", plans), file)
@@ -17,7 +17,7 @@ def tell_runs(plans: dict[str, dict[str, Any]], file: str | None) -> int:
 
 
 def write_plan(content: dict[str, Any], file: str | None) -> None:
-    """Write the plan as JSON to the file of `--plan_json`, if given; raises RunError if it cannot be written."""
+    """Writes the plan as JSON to the file of `--plan_json`, if given; raises RunError if it cannot be written."""
     if file is None:
         return
     try:

@@ -15,7 +15,7 @@ NOT_IN_TIME = (
 
 
 def run_text(plan: dict[str, Any]) -> str:
-    """Return the whole plan as text; only the paragraph on time depends on the machine."""
+    """Returns the whole plan as text; only the paragraph on time depends on the machine."""
     parts = of_evaluation(plan) if plan["kind"] == "evaluation" else of_bench(plan)
     return "\n\n".join([*parts, disk(plan), times(plan)])
 

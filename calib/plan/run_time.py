@@ -61,7 +61,7 @@ class RunPace:
 
     @torch.no_grad()
     def measure_prompt(self, longest: int, budget: float = BUDGET) -> None:
-        """Time growing prompts up to `longest` tokens, or until the next one would exceed `budget` seconds."""
+        """Times growing prompts up to `longest` tokens, or until the next one would exceed `budget` seconds."""
         size, end = min(FIRST, longest), time.perf_counter() + budget
         self._prompt(size)  # the first run takes longer
         while True:
@@ -121,7 +121,7 @@ def seconds_content(
     work: Callable[[RunPace], dict[str, float]],
     budget: float = BUDGET,
 ) -> dict[str, Any] | None:
-    """Return the predicted seconds of every part (see `extrapolated`), or None if this machine has no such device.
+    """Returns the predicted seconds of every part (see `extrapolated`), or None if this machine has no such device.
 
     Args:
         meta_model: the model.

@@ -18,7 +18,7 @@ TIME = "Time"  # first word of the only paragraph that depends on the machine
 
 
 def plan_text(plan: dict[str, Any]) -> str:
-    """Return the whole plan as paragraphs separated by empty lines; only the paragraph on time depends on the machine."""
+    """Returns the whole plan as paragraphs separated by empty lines; only the paragraph on time depends on the machine."""
     parts = [about(plan), captured(plan), dictionaries(plan), memory(plan), disk(plan), times(plan), caches(plan)]
     return "\n\n".join(part for part in parts if part)
 
@@ -172,7 +172,7 @@ def caches(plan: dict[str, Any]) -> str:
 
 
 def drawn(title: str, headings: str, rows: Sequence[Sequence[str]], words: int = 1) -> str:
-    """Draw a table below its title; the first `words` columns are left-aligned text, the others right-aligned numbers."""
+    """Draws a table below its title; the first `words` columns are left-aligned text, the others right-aligned numbers."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for number, heading in enumerate(headings.split(",")):
         table.add_column(heading, justify="left" if number < words else "right", no_wrap=True)
@@ -184,7 +184,7 @@ def drawn(title: str, headings: str, rows: Sequence[Sequence[str]], words: int =
 
 
 def wrapped(text: str) -> str:
-    """Wrap a text at `WIDTH` characters."""
+    """Wraps a text at `WIDTH` characters."""
     return textwrap.fill(text, WIDTH, break_long_words=False, break_on_hyphens=False)
 
 

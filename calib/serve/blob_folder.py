@@ -49,7 +49,7 @@ class BlobFolder:
         return False
 
     def read(self, key: str) -> bytes | None:
-        """Return the blob, or None if it is missing or cannot be read; the latter is logged."""
+        """Returns the blob, or None if it is missing or cannot be read; the latter is logged."""
         try:
             return self._path(key).read_bytes()
         except FileNotFoundError:
@@ -59,7 +59,7 @@ class BlobFolder:
             return None
 
     def write(self, key: str, blob: Tensor) -> bool:
-        """Store a blob, uint8 `[bytes]` in host memory; return whether it was written. A failure is logged."""
+        """Stores a blob, uint8 `[bytes]` in host memory; returns whether it was written. A failure is logged."""
         path = self._path(key)
         if path.parent not in self._swept:
             remove_abandoned(path.parent)
@@ -79,12 +79,12 @@ class BlobFolder:
         return True
 
     def remove(self, key: str) -> None:
-        """Remove a blob, so that it can be stored again; without permission it is left."""
+        """Removes a blob, so that it can be stored again; without permission it is left."""
         with suppress(OSError):
             self._path(key).unlink()
 
     def clear(self) -> None:
-        """Remove all blobs of the folder, including those of other engines."""
+        """Removes all blobs of the folder, including those of other engines."""
         for path in self._folder.glob(f"*/*{SUFFIX}"):
             path.unlink(missing_ok=True)
 

@@ -18,7 +18,7 @@ def read(
     wholes: tuple[str, ...] = (),
     alone: bool = True,
 ) -> Options:
-    """Build the options from the JSON; fields that are null get their defaults.
+    """Builds the options from the JSON; fields that are null get their defaults.
 
     Args:
         options: the dataclass of the options.

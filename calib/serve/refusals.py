@@ -19,7 +19,7 @@ class Refusals:
         self._lock = threading.Lock()
 
     def tell(self, error: Exception) -> None:
-        """Log `error` as a warning, unless one that differs only in words with digits was logged before."""
+        """Logs `error` as a warning, unless one that differs only in words with digits was logged before."""
         reason = re.sub(r"\w*\d\w*", "0", str(error))
         with self._lock:
             if reason in self._told:

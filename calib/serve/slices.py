@@ -28,7 +28,7 @@ class Slices:
             return self._codecs[heads]
 
     def of_rank(self, count: int, world: int, rank: int) -> range:
-        """Return the KV heads of a rank with `count` of them: a range of its own, or one head that several ranks share.
+        """Returns the KV heads of a rank with `count` of them: a range of its own, or one head that several ranks share.
 
         Raises ValueError if `world` such ranks do not make up the model under tensor parallelism alone.
         """

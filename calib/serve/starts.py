@@ -19,7 +19,7 @@ class Starts:
         self._before = 0  # start of the previous chunk
 
     def of(self, codec: Codec, chunk: Tensor) -> int:
-        """Return the start of `chunk` (as for `Codec.encode`). Raises ValueError if no multiple of its length clearly fits."""
+        """Returns the start of `chunk` (as for `Codec.encode`). Raises ValueError if no multiple of its length clearly fits."""
         tokens = chunk.shape[2]
         candidates = range(0, self._positions - tokens + 1, tokens)
         near = [start for start in (0, self._before, self._before + tokens) if start in candidates]

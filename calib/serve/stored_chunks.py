@@ -25,7 +25,7 @@ class StoredChunks:
         return self._folder.has(key)
 
     def store(self, key: str, chunk: Tensor, start: int) -> bool:
-        """Encode and store a chunk (as for `Codec.encode`) unless it is stored already; return whether it is stored now.
+        """Encodes and stores a chunk (as for `Codec.encode`) unless it is stored already; returns whether it is stored now.
 
         A chunk that the codec refuses, such as one with NaN, is not stored.
         """
@@ -39,7 +39,7 @@ class StoredChunks:
         return self._folder.write(key, blob)
 
     def load(self, key: str, tokens: int, dtype: torch.dtype, start: int | None = None) -> Tensor | None:
-        """Return the chunk `[2, layers, tokens, kv_heads * head_dim]` in host memory, or None for a miss.
+        """Returns the chunk `[2, layers, tokens, kv_heads * head_dim]` in host memory, or None for a miss.
 
         A blob that is damaged, or has another number of tokens, dtype or start (None: any), is a miss too; its file is removed, so
         that it can be stored again.

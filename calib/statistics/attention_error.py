@@ -15,7 +15,7 @@ from calib.statistics.forms import GROUP
 
 
 def causal_mask(rows: Tensor, tokens: int, window: int | None) -> Tensor:
-    """Return the causal mask that is added to the logits of query rows: float32 `[1, 1, rows, tokens]`, 0 or -inf.
+    """Returns the causal mask that is added to the logits of query rows: float32 `[1, 1, rows, tokens]`, 0 or -inf.
 
     Args:
         rows: int64 `[rows]`, each query's position in the sequence.
@@ -30,7 +30,7 @@ def causal_mask(rows: Tensor, tokens: int, window: int | None) -> Tensor:
 
 
 def attention_weights(queries: Tensor, keys: Tensor, mask: Tensor, scaling: float, softcap: float | None) -> Tensor:
-    """Return the attention probabilities, float32 `[batch, kv_heads, group, rows, tokens]`; group: query heads of a KV head.
+    """Returns the attention probabilities, float32 `[batch, kv_heads, group, rows, tokens]`; group: query heads of a KV head.
 
     Args:
         queries: `[batch, query_heads, rows, head_dim]`.
@@ -69,7 +69,7 @@ class Reference:
 
     @classmethod
     def of(cls, sample: LayerSample, rows: int) -> "Reference":
-        """Compute the attention of `rows` query rows, evenly spread over the second half of the sequence.
+        """Computes the attention of `rows` query rows, evenly spread over the second half of the sequence.
 
         Tokens beyond the last whole group of 32 are cut off. Raises RunError for a sequence of fewer than 32 tokens.
         """
@@ -86,26 +86,26 @@ class Reference:
         return cls(sample, queries, keys, values, mask, weights, mixed(weights, values))
 
     def output_with(self, keys: Tensor | None, values: Tensor | None) -> Tensor:
-        """Return the output with keys, values or both replaced by tensors of the same shape; None leaves them exact."""
+        """Returns the output with keys, values or both replaced by tensors of the same shape; None leaves them exact."""
         weights = self.weights
         if keys is not None:
             weights = attention_weights(self.queries, keys, self.mask, self.sample.scaling, self.sample.softcap)
         return mixed(weights, self.values if values is None else values)
 
     def error(self, keys: Tensor | None = None, values: Tensor | None = None) -> Tensor:
-        """Return the squared error of the output, summed over batch, rows, query heads and channels: float64 `[kv_heads]`."""
+        """Returns the squared error of the output, summed over batch, rows, query heads and channels: float64 `[kv_heads]`."""
         return square(self.output_with(keys, values) - self.output)
 
     def energy(self) -> Tensor:
-        """Return the squared norm of the exact output, summed like the error: float64 `[kv_heads]`."""
+        """Returns the squared norm of the exact output, summed like the error: float64 `[kv_heads]`."""
         return square(self.output)
 
 
 def mixed(weights: Tensor, values: Tensor) -> Tensor:
-    """Return the attention output, sum_t p_t v_t: `[batch, kv_heads, group, rows, head_dim]`."""
+    """Returns the attention output, sum_t p_t v_t: `[batch, kv_heads, group, rows, head_dim]`."""
     return (weights.flatten(2, 3) @ values).unflatten(2, weights.shape[2:4])
 
 
 def square(x: Tensor) -> Tensor:
-    """Return the sum of squares for each KV head: float64 `[kv_heads]`."""
+    """Returns the sum of squares for each KV head: float64 `[kv_heads]`."""
     return x.double().square().sum((0, 2, 3, 4))

@@ -50,12 +50,12 @@ class AttentionRotations(Statistic):
             total[sample.layer] += (rows.mT @ rows).to(total.device)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the rotations; layers without samples have those of C = identity."""
+        """Returns the rotations; layers without samples have those of C = identity."""
         return {"keys.rotation": rotation(self.queries.cpu()), "values.rotation": rotation(self.outputs.cpu())}
 
 
 def rotation(covariance: Tensor) -> Tensor:
-    """Return (U H P)^T of the second moment `covariance [..., D, D]` float64 (its scale does not matter).
+    """Returns (U H P)^T of the second moment `covariance [..., D, D]` float64 (its scale does not matter).
 
     The result is float32 `[..., D, D]` with orthonormal rows.
     """
@@ -65,7 +65,8 @@ def rotation(covariance: Tensor) -> Tensor:
 
 
 def bit_reversal(size: int) -> Tensor:
-    """Return the order P of columns, int64 `[size]`: bit reversal within blocks of the largest power of two that divides `size`."""
+    """Returns the order P of columns, int64 `[size]`: bit reversal within blocks of the largest power of two that divides
+    `size`."""
     block = size & -size
     order = torch.zeros(1, dtype=torch.int64)
     while len(order) < block:

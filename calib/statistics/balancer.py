@@ -33,7 +33,7 @@ class Balancers(Statistic):
             torch.maximum(maximum, found.to(maximum.device), out=maximum)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the balancers."""
+        """Returns the balancers."""
         queries, keys = self.queries_max.cpu(), self.keys_max.cpu()
         # Roots before the division: the quotient of the largest and the smallest float32 would overflow.
         balancer = (queries.sqrt() / keys.sqrt()).clamp(NARROWEST, LARGEST)  # eq. 2

@@ -31,6 +31,6 @@ class ChannelRanges(Statistic):
             torch.maximum(high, tokens.amax(1).to(high.device), out=high)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the four extremes; 0 in layers without samples."""
+        """Returns the four extremes; 0 in layers without samples."""
         seen = {name: getattr(self, name).cpu() for name in self.reductions}
         return {name.replace("_", "."): torch.where(extreme.isfinite(), extreme, 0.0) for name, extreme in seen.items()}

@@ -27,6 +27,6 @@ class ChannelScales(Statistic):
         torch.maximum(maximum, largest(sample.values, sample.mask).to(maximum.device), out=maximum)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the scales."""
+        """Returns the scales."""
         scale = self.values_max.cpu().sqrt()  # eq. 6
         return {"values.scale": torch.where(scale >= LEAST_SCALE, scale, 1.0)}

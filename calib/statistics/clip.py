@@ -75,7 +75,7 @@ class ClipFactors(Statistic):
             total[:, row] += self.errors(reference, candidates, bits).to(total.device)
 
     def errors(self, reference: Reference, candidates: Candidates, bits: int) -> Tensor:
-        """Return the errors of all factors on one sample at one bit width: float64 `[kv_heads, factors]`."""
+        """Returns the errors of all factors on one sample at one bit width: float64 `[kv_heads, factors]`."""
         columns = range(len(self.factors))
         found: dict[int, Tensor] = {}
         last = least = torch.empty(0)
@@ -87,7 +87,7 @@ class ClipFactors(Statistic):
         return torch.stack([found[column] for column in columns], -1)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the factors with the least error."""
+        """Returns the factors with the least error."""
         factors = torch.tensor(self.factors)
         return {
             f"{form.stream}.clip.{form.name}": factors[getattr(self, f"error_{number}").cpu().argmin(-1)]

@@ -70,12 +70,12 @@ class Components(Statistic):
             self.register_buffer(f"{prefix}error", energy.new_zeros(*energy.shape, len(GAUSSIAN), len(factors)))
 
     def found(self) -> Bases:
-        """Return the bases, computed at the first call."""
+        """Returns the bases, computed at the first call."""
         self.bases = self.bases or self.find()
         return self.bases
 
     def signature(self) -> Tensor:
-        """Return a fingerprint of the bases, float64 `[streams, L, H, D]`: errors may be summed only over equal components.
+        """Returns a fingerprint of the bases, float64 `[streams, L, H, D]`: errors may be summed only over equal components.
 
         It is T of each stream, and of the rest of predicted values, applied to one fixed vector; other components, or another
         order of them, change it.
@@ -114,7 +114,7 @@ class Components(Statistic):
     def _rest(
         bases: Bases, rest: Rest, layer: int, keys: Tensor, deviation: Tensor, values: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return the components `[H, n, D]` of the values' rest, after prediction from coded keys, and their deviations `[H, D]`.
+        """Returns the components `[H, n, D]` of the values' rest, after prediction from coded keys, and their deviations `[H, D]`.
 
         Args:
             bases: with the keys' basis.
@@ -136,7 +136,7 @@ class Components(Statistic):
         return left, rest.deviation[layer].to(device, torch.float32)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return means, bases, steps and the least errors on the corpus; components with the most variance come first.
+        """Returns means, bases, steps and the least errors on the corpus; components with the most variance come first.
 
         Errors are made non-increasing in bits: a bit that would increase the error counts as a bit without effect.
         """
@@ -169,7 +169,7 @@ class Components(Statistic):
     def _steps(
         self, energy: Tensor, error: Tensor, feared: Tensor, deviation: Tensor, factors: Sequence[float]
     ) -> "Tables":
-        """Return a stream's steps with the least `feared` error, and the least errors on the corpus.
+        """Returns a stream's steps with the least `feared` error, and the least errors on the corpus.
 
         `error` (on the corpus) and `feared` (with tokens farther out added) are sums, `[L, H, D, 8, factors]`.
         """
@@ -217,22 +217,22 @@ def add(
 
 
 def residual(y: Tensor, steps: Tensor, bits: int) -> Tensor:
-    """Return the quantisation error y^ - y."""
+    """Returns the quantisation error y^ - y."""
     last = 2**bits - 1
     code = (y / steps).add_(last / 2).round_().clamp_(0, last)
     return code.sub_(last / 2).mul_(steps).sub_(y)
 
 
 def squares(y: Tensor) -> Tensor:
-    """Return the sum of squares of `y [H, n, D]` over tokens: float64 `[H, D]`."""
+    """Returns the sum of squares of `y [H, n, D]` over tokens: float64 `[H, D]`."""
     return y.square().sum(1).double()
 
 
 def size_of(y: Tensor, deviation: Tensor) -> Tensor:
-    """Return the sizes `[H, n, 1]` of tokens with components `y [H, n, D]`: rms of y / `deviation [H, D]`, rounded by `sized`."""
+    """Returns the sizes `[H, n, 1]` of tokens with components `y [H, n, D]`: rms of y / `deviation [H, D]`, rounded by `sized`."""
     return sized((y / deviation[:, None]).square().mean(-1, keepdim=True).sqrt())
 
 
 def gathered(x: Tensor, order: Tensor) -> Tensor:
-    """Return `x [..., D, n]` with its components (axis -2) in `order [..., D]`."""
+    """Returns `x [..., D, n]` with its components (axis -2) in `order [..., D]`."""
     return x.gather(-2, order[..., None].expand(x.shape))

@@ -37,7 +37,7 @@ class Statistic(nn.Module, ABC):
 
     @abstractmethod
     def tensors(self) -> dict[str, Tensor]:
-        """Return the artifact's tensors by name: float32, on the CPU."""
+        """Returns the artifact's tensors by name: float32, on the CPU."""
 
     def merge(self, other: "Statistic") -> None:
         """Merges the statistic of another part of the corpus into this one."""
@@ -69,12 +69,13 @@ class Statistic(nn.Module, ABC):
 
 
 def tokens_of(x: Tensor, mask: Tensor) -> Tensor:
-    """Return the real tokens of `x [batch, heads, tokens, head_dim]`, by `mask [batch, tokens]`: float32 `[heads, n, head_dim]`."""
+    """Returns the real tokens of `x [batch, heads, tokens, head_dim]`, by `mask [batch, tokens]`: float32 `[heads, n,
+    head_dim]`."""
     return x.transpose(1, 2)[mask].transpose(0, 1).float()
 
 
 def largest(x: Tensor, mask: Tensor) -> Tensor:
-    """Return the maximum of |x| over real tokens: float32 `[heads, head_dim]`; arguments as in `tokens_of`."""
+    """Returns the maximum of |x| over real tokens: float32 `[heads, head_dim]`; arguments as in `tokens_of`."""
     return tokens_of(x, mask).abs().amax(1)
 
 

@@ -38,7 +38,7 @@ class Form:
     def approximate(
         self, x: Tensor, bits: int, clip: float | Tensor, ranges: Mapping[str, Tensor], layer: int
     ) -> Tensor:
-        """Return x^ = T^-1(D(E(T x))), with transform T, encoder E, decoder D: float32, the shape of `x`.
+        """Returns x^ = T^-1(D(E(T x))), with transform T, encoder E, decoder D: float32, the shape of `x`.
 
         Args:
             x: keys or values, `[batch, kv_heads, tokens, head_dim]`.
@@ -51,7 +51,7 @@ class Form:
         return transform.inverse(codec.decode(codec.encode(transform.forward(x)), x.shape[-1]))
 
     def stage(self, ranges: Mapping[str, Tensor], layer: int, device: torch.device) -> Transform:
-        """Return the transform before the codec, from the tensors `{stream}.low`, `.high` or `.scale` in `ranges`."""
+        """Returns the transform before the codec, from the tensors `{stream}.low`, `.high` or `.scale` in `ranges`."""
         if self.transform == "range":
             low, high = (ranges[f"{self.stream}.{end}"][layer].to(device) for end in ("low", "high"))
             return ChannelRange.between(low, high)
@@ -77,7 +77,7 @@ class Candidates:
         self.largest = self.y.abs().amax()
 
     def at(self, bits: int, clip: float) -> Tensor:
-        """Return x^, float32, the shape of x; the next call may overwrite it."""
+        """Returns x^, float32, the shape of x; the next call may overwrite it."""
         codec = UniformQuant(bits=bits, group=self.form.group, clip=clip)
         if self.extremes is None:
             parameters = torch.cat(codec.fixed(self.y), -1)
@@ -88,7 +88,7 @@ class Candidates:
 
 
 def forms(head_dim: int) -> tuple[Form, ...]:
-    """Return the forms that are measured; groups of channels have the largest divisor of `head_dim` that is at most 32."""
+    """Returns the forms that are measured; groups of channels have the largest divisor of `head_dim` that is at most 32."""
     channels = next(size for size in range(min(GROUP, head_dim), 0, -1) if head_dim % size == 0)
     return (
         Form("keys", f"{GROUP}x1", (GROUP, 1)),

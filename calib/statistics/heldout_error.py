@@ -64,7 +64,7 @@ class HeldoutError(Statistic):
                     self.error[sample.layer, row, column] += error.to(self.error.device)
 
     def approximate(self, form: Form, reference: Reference, setting: str, bits: int, layer: int) -> Tensor:
-        """Return one stream of the sample, quantised and dequantised as in the setting."""
+        """Returns one stream of the sample, quantised and dequantised as in the setting."""
         x = getattr(reference, form.stream)
         clip: float | Tensor = 1.0
         if setting != "prompt":
@@ -73,13 +73,13 @@ class HeldoutError(Statistic):
         return form.approximate(x, bits, clip, self.fitted, layer)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return no tensors."""
+        """Returns no tensors."""
         return {}
 
     def relative(self) -> Tensor:
-        """Return the relative errors by layer: float64 `[layers, settings, bits]`; 0 in layers without samples."""
+        """Returns the relative errors by layer: float64 `[layers, settings, bits]`; 0 in layers without samples."""
         return (self.error / self.energy.clamp(min=torch.finfo(torch.float64).tiny)[:, None, None]).sqrt().cpu()
 
     def overall(self) -> Tensor:
-        """Return the relative errors over all layers together: float64 `[settings, bits]`."""
+        """Returns the relative errors over all layers together: float64 `[settings, bits]`."""
         return (self.error.sum(0) / self.energy.sum().clamp(min=torch.finfo(torch.float64).tiny)).sqrt().cpu()

@@ -47,7 +47,7 @@ class JointCodes:
 
     @classmethod
     def fitted(cls, x: Tensor, known: Tensor, weight: Tensor, price: float, blocks: int = 1) -> "JointCodes":
-        """Fit a code to n tokens.
+        """Fits a code to n tokens.
 
         Args:
             x: the vectors to be coded, float32 `[n, width]`, with their means.
@@ -70,7 +70,7 @@ class JointCodes:
         return cls(matrix, mean, *parts, steps, errors, torch.zeros_like(order)).at(price)
 
     def at(self, price: float) -> "JointCodes":
-        """Return the same code with the widths that minimise error + price * bits."""
+        """Returns the same code with the widths that minimise error + price * bits."""
         return replace(self, widths=(self.errors + price * torch.arange(MOST_BITS + 1)).argmin(-1))
 
     @property
@@ -79,7 +79,7 @@ class JointCodes:
         return int(self.widths.sum()) + SIZE_BITS * int(self.widths.any(-1).sum())
 
     def decoded(self, x: Tensor, known: Tensor) -> Tensor:
-        """Return the decoded vectors of `x [n, width]` minus the mean, given `known` as in `fitted`: float32 `[n, width]`."""
+        """Returns the decoded vectors of `x [n, width]` minus the mean, given `known` as in `fitted`: float32 `[n, width]`."""
         predicted = known @ self.matrix
         y = (x - self.mean - predicted).unflatten(-1, (len(self.rows), -1)).transpose(0, 1) @ self.rows.mT
         coded = (self.widths > 0).float()
@@ -93,7 +93,7 @@ class JointCodes:
 
 
 def regression(x: Tensor, known: Tensor, blocks: int = 1) -> Tensor:
-    """Return the ridge regression of `x [n, width]` on `known [n, predictors]`: float32 `[predictors, width]`.
+    """Returns the ridge regression of `x [n, width]` on `known [n, predictors]`: float32 `[predictors, width]`.
 
     It is block diagonal, with `blocks` blocks.
     """
@@ -107,7 +107,7 @@ def regression(x: Tensor, known: Tensor, blocks: int = 1) -> Tensor:
 
 
 def tables(y: Tensor, deviation: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the steps `[G, D, 8]` with the least error, and the errors `[G, D, 9]`, of components `y [G, n, D]`; float64.
+    """Returns the steps `[G, D, 8]` with the least error, and the errors `[G, D, 9]`, of components `y [G, n, D]`; float64.
 
     Components are divided by their token's size before quantising.
     """
@@ -122,7 +122,7 @@ def tables(y: Tensor, deviation: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def price_of(codes: list[JointCodes], bits: float) -> float:
-    """Return the price of a bit at which a token takes at most `bits` in all these codes together (bisection)."""
+    """Returns the price of a bit at which a token takes at most `bits` in all these codes together (bisection)."""
     low, high = 1e-30, max(float(own.errors[..., 0].max()) for own in codes) + 1e-30
     for _ in range(60):
         middle = (low * high) ** 0.5

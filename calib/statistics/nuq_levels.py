@@ -89,7 +89,7 @@ class NuqLevels(Statistic):
             yield normalised(rest, TokenRange.parameters(rest, True))[0], counted
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the levels of least weighted squared error; no tensors if the model could not be differentiated at all."""
+        """Returns the levels of least weighted squared error; no tensors if the model could not be differentiated at all."""
         if not bool((self.weight > 0).any()):
             return {}
         return {

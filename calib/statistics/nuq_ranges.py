@@ -54,11 +54,11 @@ class NuqRanges(LayerSamples):
         self.layers[sample.layer].add(sample.index[kept], keys.transpose(1, 2)[kept].flatten(1))
 
     def of_layer(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Return `low` and `high` of a layer, `[kv_heads, head_dim, n]`, on the CPU; 0 in layers without samples."""
+        """Returns `low` and `high` of a layer, `[kv_heads, head_dim, n]`, on the CPU; 0 in layers without samples."""
         keys = self.layers[layer].sample().cpu().unflatten(-1, (self.heads, self.channels))
         return thresholds(keys.permute(1, 2, 0), self.shares)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return shares and ranges."""
+        """Returns shares and ranges."""
         low, high = (torch.stack(end) for end in zip(*map(self.of_layer, range(len(self.layers))), strict=True))
         return {NUQ_SHARES: torch.tensor(self.shares), "keys.nuq.low": low, "keys.nuq.high": high}

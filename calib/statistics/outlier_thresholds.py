@@ -52,12 +52,12 @@ class OutlierThresholds(LayerSamples):
         self.layers[sample.layer].add(sample.index[sample.mask], rows)
 
     def tokens(self, layer: int) -> dict[str, Tensor]:
-        """Return the layer's sampled `keys` and `values`, each float32 `[tokens, kv_heads, head_dim]`, on the CPU."""
+        """Returns the layer's sampled `keys` and `values`, each float32 `[tokens, kv_heads, head_dim]`, on the CPU."""
         found = self.layers[layer].sample().cpu().unflatten(-1, (2, self.heads, self.channels))
         return {"keys": found[:, 0], "values": found[:, 1]}
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return shares and thresholds; thresholds are 0 in layers without samples."""
+        """Returns shares and thresholds; thresholds are 0 in layers without samples."""
         by_layer: dict[str, list[Tensor]] = {}
         for layer in range(len(self.layers)):
             for stream, x in self.tokens(layer).items():
@@ -73,7 +73,7 @@ class OutlierThresholds(LayerSamples):
 
 
 def thresholds(x: Tensor, shares: Sequence[float]) -> tuple[Tensor, Tensor]:
-    """Return the quantiles s/2 and 1 - s/2 of each row of `x [..., N]`: two tensors `[..., len(shares)]`; 0 if N is 0.
+    """Returns the quantiles s/2 and 1 - s/2 of each row of `x [..., N]`: two tensors `[..., len(shares)]`; 0 if N is 0.
 
     They are entries of the row: if all N differ, floor(s N / 2) entries are below `low`, and as many above `high`.
     """

@@ -29,6 +29,6 @@ class QueryEnergy(Statistic):
         self.count[sample.layer] += int(sample.mask.sum()) * group.shape[1]
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the means; 0 in layers without samples."""
+        """Returns the means; 0 in layers without samples."""
         mean = self.total.cpu() / self.count.cpu().clamp(min=1)[:, None, None]
         return {"queries.mean_square": mean.float()}

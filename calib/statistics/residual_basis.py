@@ -94,7 +94,7 @@ class ResidualBasis(Statistic):
                 getattr(self, f"tokens_{number}").add_(x.shape[0] * whole)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the bases; unit vectors of the first channels for layers without samples or without any residual.
+        """Returns the bases; unit vectors of the first channels for layers without samples or without any residual.
 
         A form whose groups have more tokens than every sequence is left out.
         """
@@ -107,7 +107,7 @@ class ResidualBasis(Statistic):
 
 
 def residual_forms(head_dim: int, wanted: Mapping[str, Sequence[str]] = FORMS) -> tuple[Form, ...]:
-    """Return the forms that are measured, each once and under its name in the artifact.
+    """Returns the forms that are measured, each once and under its name in the artifact.
 
     Args:
         head_dim: channels of a head.
@@ -130,7 +130,7 @@ def residual_forms(head_dim: int, wanted: Mapping[str, Sequence[str]] = FORMS) -
 
 
 def group_of(stream: str, name: str, head_dim: int) -> tuple[int | None, int | None] | None:
-    """Return tokens and channels of the form `name` (None: the whole axis); None if the channels do not divide `head_dim`."""
+    """Returns tokens and channels of the form `name` (None: the whole axis); None if the channels do not divide `head_dim`."""
     if name == HALF:
         return (1, head_dim // 2) if head_dim % 2 == 0 else None
     parts = GROUP.fullmatch(name)
@@ -146,13 +146,13 @@ def group_of(stream: str, name: str, head_dim: int) -> tuple[int | None, int | N
 
 
 def whole_groups(tokens: int, form: Form) -> int:
-    """Return `tokens` rounded down to a multiple of the form's tokens per group."""
+    """Returns `tokens` rounded down to a multiple of the form's tokens per group."""
     step = (form.group[0] if form.group else None) or 1
     return tokens // step * step
 
 
 def without_outliers(x: Tensor, stream: str) -> tuple[Tensor, Tensor]:
-    """Return `x [batch, kv_heads, tokens, head_dim]` with outliers replaced, and a bool mask of the outliers.
+    """Returns `x [batch, kv_heads, tokens, head_dim]` with outliers replaced, and a bool mask of the outliers.
 
     The outliers of a row of N entries are the k largest and k smallest, k = max(1, floor(SHARE / 2 * N)), at most N / 2.
     They are replaced by the mean of the rest (0 if nothing is left).
@@ -167,7 +167,7 @@ def without_outliers(x: Tensor, stream: str) -> tuple[Tensor, Tensor]:
 
 
 def leading(moment: Tensor, rank: int) -> Tensor:
-    """Return the `rank` leading eigenvectors of `moment [..., D, D]`, float64 symmetric: float32 rows `[..., rank, D]`.
+    """Returns the `rank` leading eigenvectors of `moment [..., D, D]`, float64 symmetric: float32 rows `[..., rank, D]`.
 
     An eigenvector's sign is arbitrary: its entry of largest magnitude is made positive, so that the same moments give the
     same bytes. For a moment with trace 0 the result is the first unit vectors.

@@ -57,25 +57,25 @@ class SecondMoments(Statistic):
             self.queries[number, layer] += (rows.mT @ rows).to(self.queries.device)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return no tensors."""
+        """Returns no tensors."""
         return {}
 
     def mean(self) -> Tensor:
-        """Return the streams' means: float64 `[S, L, H, D]`, on the CPU; 0 in layers without samples."""
+        """Returns the streams' means: float64 `[S, L, H, D]`, on the CPU; 0 in layers without samples."""
         return self.total.cpu() / self._count()[:, None, None]
 
     def covariance(self) -> Tensor:
-        """Return the streams' covariances: float64 `[S, L, H, D, D]`, on the CPU."""
+        """Returns the streams' covariances: float64 `[S, L, H, D, D]`, on the CPU."""
         mean = self.mean()
         return self.square.cpu() / self._count()[:, None, None, None] - mean[..., None] * mean[..., None, :]
 
     def values_by_keys(self) -> Tensor:
-        """Return E[(v - mean) (k - mean)^T] with keys before RoPE: float64 `[L, H, D, D]`, on the CPU."""
+        """Returns E[(v - mean) (k - mean)^T] with keys before RoPE: float64 `[L, H, D, D]`, on the CPU."""
         _, values, before = self.mean()
         return self.cross.cpu() / self._count()[:, None, None, None] - values[..., None] * before[..., None, :]
 
     def asked(self) -> Tensor:
-        """Return E[q q^T] of queries after RoPE, and before it if S is 3: float64 `[S - 1, L, H, D, D]`, on the CPU."""
+        """Returns E[q q^T] of queries after RoPE, and before it if S is 3: float64 `[S - 1, L, H, D, D]`, on the CPU."""
         return self.queries.cpu() / (self.group * self._count())[:, None, None, None]
 
     def _count(self) -> Tensor:

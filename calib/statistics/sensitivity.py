@@ -68,20 +68,20 @@ class Sensitivity(Statistic):
                 self.sized_moment[sample.layer] += (g.mT @ g).to(self.sized_moment.device)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return no tensors."""
+        """Returns no tensors."""
         return {}
 
     def mean(self) -> Tensor:
-        """Return the mean over sequences of sum g g^T: float64 `[S, L, H, D, D]`, on the CPU; 0 in layers without samples."""
+        """Returns the mean over sequences of sum g g^T: float64 `[S, L, H, D, D]`, on the CPU; 0 in layers without samples."""
         return self.moment.cpu() / self.sequences.cpu().clamp(min=1)[:, None, None, None]
 
     def sized_mean(self) -> Tensor:
-        """Return the mean over sequences of sum s^2 g g^T for values, s the size of r: float64 `[L, H, D, D]`, on the CPU."""
+        """Returns the mean over sequences of sum s^2 g g^T for values, s the size of r: float64 `[L, H, D, D]`, on the CPU."""
         return self.sized_moment.cpu() / self.sequences.cpu().clamp(min=1)[:, None, None, None]
 
 
 def size_of_rest(keys: Tensor, values: Tensor) -> Tensor:
-    """Return s of every token of a sequence, float64 `[H, n, 1]`, from keys before RoPE and values, float64 `[H, n, D]`."""
+    """Returns s of every token of a sequence, float64 `[H, n, 1]`, from keys before RoPE and values, float64 `[H, n, D]`."""
     keys, values = (x - x.mean(1, keepdim=True) for x in (keys, values))
     rest = values - keys @ torch.cholesky_solve(keys.mT @ values / keys.shape[1], _root(keys))
     square = (rest * torch.cholesky_solve(rest.mT, _root(rest)).mT).mean(-1, keepdim=True)
@@ -89,6 +89,6 @@ def size_of_rest(keys: Tensor, values: Tensor) -> Tensor:
 
 
 def _root(x: Tensor) -> Tensor:
-    """Return the Cholesky factor `[H, D, D]` of the covariance of centred `x [H, n, D]`, shrunk so that it is not singular."""
+    """Returns the Cholesky factor `[H, D, D]` of the covariance of centred `x [H, n, D]`, shrunk so that it is not singular."""
     found = shrunk(x.mT @ x / x.shape[1])
     return torch.linalg.cholesky(found + NOTHING * torch.eye(found.shape[-1], dtype=found.dtype, device=found.device))

@@ -55,7 +55,7 @@ class StorageCodes(LayerSamples):
         self.layers[sample.layer].add(sample.index[kept], torch.cat(rows, -1))
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors of the codes, fitted twice: at price 0 (most bits) to find the price of a bit, then at that price."""
+        """Returns the tensors of the codes, fitted twice: at price 0 (most bits) to find the price of a bit, then at that price."""
         _, values, before = self.weigh()
         weights = torch.stack([before, values], 1)
         first = self._fitted(weights, 0.0)
@@ -72,7 +72,7 @@ class StorageCodes(LayerSamples):
         return found
 
     def _fitted(self, weights: Tensor, price: float) -> list[tuple[JointCodes, JointCodes]]:
-        """Return the codes of keys and values by layer, each predicted from vectors decoded at this price of a bit."""
+        """Returns the codes of keys and values by layer, each predicted from vectors decoded at this price of a bit."""
         found, told = list[tuple[JointCodes, JointCodes]](), None
         for layer, weight in zip(self.layers, weights, strict=True):
             rows = layer.sample().cpu().float()
@@ -87,6 +87,6 @@ class StorageCodes(LayerSamples):
         return found
 
     def _padded(self, matrix: Tensor, role: str) -> Tensor:
-        """Return `matrix` with zero rows for predictors that do not exist, as in the first layer."""
+        """Returns `matrix` with zero rows for predictors that do not exist, as in the first layer."""
         rows = (2 if role == "keys" else 3) * self.width
         return torch.cat([matrix.new_zeros(rows - len(matrix), self.width), matrix])

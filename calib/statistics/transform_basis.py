@@ -78,7 +78,7 @@ class Rest:
 
 
 def bases(moments: SecondMoments, sensitivity: Sensitivity | None, output: Tensor) -> Bases:
-    """Return the bases computed from the statistics.
+    """Returns the bases computed from the statistics.
 
     Args:
         moments: measured on the corpus.
@@ -94,7 +94,7 @@ def bases(moments: SecondMoments, sensitivity: Sensitivity | None, output: Tenso
 
 
 def errors_weight(moments: SecondMoments, sensitivity: Sensitivity | None, output: Tensor) -> Tensor:
-    """Return W of every stream, layer and head, float64 `[S, L, H, D, D]`; arguments as in `bases`."""
+    """Returns W of every stream, layer and head, float64 `[S, L, H, D, D]`; arguments as in `bases`."""
     covariance, asked = moments.covariance(), moments.asked()
     papers = torch.stack([asked[0], output, *asked[1:]])
     if sensitivity is not None and sensitivity.is_known:
@@ -104,14 +104,14 @@ def errors_weight(moments: SecondMoments, sensitivity: Sensitivity | None, outpu
 
 
 def blended(measured: Tensor, papers: Tensor, covariance: Tensor) -> Tensor:
-    """Return W from F (`measured`) and P (`papers`), with P scaled so that tr(P C) = tr(F C): all `[..., D, D]`."""
+    """Returns W from F (`measured`) and P (`papers`), with P scaled so that tr(P C) = tr(F C): all `[..., D, D]`."""
     share = traced(measured, covariance)
     share = share.clamp(min=LEAST * float(share.mean()))
     return shrunk(MEASURED * measured + (1 - MEASURED) * scaled(papers, covariance, share))
 
 
 def principal(weight: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor]:
-    """Return T `[..., D, D]` from the errors' `weight` W and the vectors' `covariance` C, and its components' standard deviations.
+    """Returns T `[..., D, D]` from the errors' `weight` W and the vectors' `covariance` C, and its components' standard deviations.
 
     The deviations are `[..., D]`, above 0.
     """
@@ -132,7 +132,7 @@ def rest_of_values(
     keys: Tensor,
     deviation: Tensor,
 ) -> Rest:
-    """Return the prediction of values from keys before RoPE, and the basis of the rest.
+    """Returns the prediction of values from keys before RoPE, and the basis of the rest.
 
     Args:
         moments, sensitivity, output: as in `bases`.
@@ -156,7 +156,7 @@ def rest_of_values(
 
 
 def water_level(variance: Tensor, bits: float) -> Tensor:
-    """Return theta, the error per component at which reverse water-filling of `variance [..., D]` spends `bits` per component.
+    """Returns theta, the error per component at which reverse water-filling of `variance [..., D]` spends `bits` per component.
 
     The result is `[...]`.
     """
@@ -169,7 +169,7 @@ def water_level(variance: Tensor, bits: float) -> Tensor:
 
 
 def scaled(weight: Tensor, covariance: Tensor, share: Tensor) -> Tensor:
-    """Return `weight [..., D, D]` scaled so that tr(W C) is `share [...]`; a weight of 0 becomes the identity first.
+    """Returns `weight [..., D, D]` scaled so that tr(W C) is `share [...]`; a weight of 0 becomes the identity first.
 
     Unscaled if tr(W C) is 0, as for C = 0.
     """
@@ -180,11 +180,11 @@ def scaled(weight: Tensor, covariance: Tensor, share: Tensor) -> Tensor:
 
 
 def traced(weight: Tensor, covariance: Tensor) -> Tensor:
-    """Return tr(W C) = E[e^T W e] for e = x - mean, the weighted error of dropping the whole vector: `[...]`."""
+    """Returns tr(W C) = E[e^T W e] for e = x - mean, the weighted error of dropping the whole vector: `[...]`."""
     return (weight * covariance).sum((-1, -2))
 
 
 def square_root(matrix: Tensor) -> Tensor:
-    """Return the symmetric square root of symmetric, positive semi-definite matrices `[..., D, D]`."""
+    """Returns the symmetric square root of symmetric, positive semi-definite matrices `[..., D, D]`."""
     values, rows = torch.linalg.eigh(matrix)
     return rows * values.clamp(min=0).sqrt()[..., None, :] @ rows.mT

@@ -13,7 +13,7 @@ from calib.runtime.rotation import Rotation
 
 
 def rotation_of(model: PreTrainedModel) -> Rotation | None:
-    """Return the model's RoPE; None if it cannot be unrotated (then there is no stream of keys before RoPE)."""
+    """Returns the model's RoPE; None if it cannot be unrotated (then there is no stream of keys before RoPE)."""
     try:
         return Rotation.of(model, "")
     except ValueError:
@@ -21,18 +21,18 @@ def rotation_of(model: PreTrainedModel) -> Rotation | None:
 
 
 def streams(rotation: Rotation | None) -> tuple[str, ...]:
-    """Return the names of the streams."""
+    """Returns the names of the streams."""
     return TRANSFORMS if rotation is not None else TRANSFORMS[:-1]
 
 
 def vectors(sample: LayerSample, rotation: Rotation | None) -> list[Tensor]:
-    """Return the sample's vectors of each stream, `[batch, kv_heads, tokens, head_dim]`; unrotated keys are float32."""
+    """Returns the sample's vectors of each stream, `[batch, kv_heads, tokens, head_dim]`; unrotated keys are float32."""
     before = [] if rotation is None else [unrotated(sample.keys, sample.positions, rotation)]
     return [sample.keys, sample.values, *before]
 
 
 def unrotated(x: Tensor, positions: Tensor, rotation: Rotation) -> Tensor:
-    """Return `x [batch, heads, tokens, head_dim]` (keys, queries or derivatives by keys) unrotated to position 0: float32.
+    """Returns `x [batch, heads, tokens, head_dim]` (keys, queries or derivatives by keys) unrotated to position 0: float32.
 
     Rotations are orthogonal, so a derivative by a key is unrotated like the key.
     """
@@ -41,5 +41,5 @@ def unrotated(x: Tensor, positions: Tensor, rotation: Rotation) -> Tensor:
 
 
 def coded(sample: LayerSample) -> Tensor:
-    """Return the mask of real tokens that a cache may code: bool `[batch, tokens]`, False for the first `SINKS`, kept exact."""
+    """Returns the mask of real tokens that a cache may code: bool `[batch, tokens]`, False for the first `SINKS`, kept exact."""
     return sample.mask & (sample.numbers >= SINKS)

@@ -56,14 +56,14 @@ class VectorSamples(LayerSamples):
         self.layers[sample.layer].add(index.flatten(), rows)
 
     def reached(self) -> list[int]:
-        """Return the layers that have vectors."""
+        """Returns the layers that have vectors."""
         return [number for number, layer in enumerate(self.layers) if layer.priority[0] < LAST]
 
     def vectors(self, layer: int) -> dict[str, Tensor]:
-        """Return the layer's `keys` and `values`, float32 `[vectors, head_dim]`, on the CPU; the same vectors in every layer."""
+        """Returns the layer's `keys` and `values`, float32 `[vectors, head_dim]`, on the CPU; the same vectors in every layer."""
         keys, values = self.layers[layer].sample().cpu().float().chunk(2, -1)
         return {"keys": keys.contiguous(), "values": values.contiguous()}
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return no tensors: the sample is no part of the artifact."""
+        """Returns no tensors: the sample is no part of the artifact."""
         return {}

@@ -11,7 +11,7 @@ LEAST = 1e-12  # bins with a smaller share of the total weight are left out: flo
 
 
 def best_levels(weight: Tensor, moment: Tensor, count: int) -> Tensor:
-    """Return the `count` increasing levels with the least sum of w (y - level)^2: float32 `[count]` on [-1, 1].
+    """Returns the `count` increasing levels with the least sum of w (y - level)^2: float32 `[count]` on [-1, 1].
 
     Args:
         weight: w of each bin, float64 `[bins]`, none negative.

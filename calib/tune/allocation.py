@@ -12,7 +12,7 @@ TINY = 1e-9  # bits per value: tolerance for rounding errors in sums of costs
 
 
 def cheapest(costs: Sequence[Sequence[float]], errors: Sequence[Sequence[float]], budget: float) -> list[int] | None:
-    """Return the index of each layer's candidate, or None if even the smallest costs exceed the budget.
+    """Returns the index of each layer's candidate, or None if even the smallest costs exceed the budget.
 
     Args:
         costs: costs by layer and candidate, at least one candidate for each layer.
@@ -42,7 +42,7 @@ def cheapest(costs: Sequence[Sequence[float]], errors: Sequence[Sequence[float]]
 
 
 def hull(costs: Sequence[float], errors: Sequence[float]) -> list[int]:
-    """Return the indices of the candidates on the lower convex hull, from the least cost to the least error."""
+    """Returns the indices of the candidates on the lower convex hull, from the least cost to the least error."""
     found: list[int] = []
     for position in sorted(range(len(costs)), key=lambda position: (costs[position], errors[position], position)):
         if found and errors[position] >= errors[found[-1]]:
@@ -61,7 +61,7 @@ def _below(costs: Sequence[float], errors: Sequence[float], a: int, b: int, c: i
 def _best_move(
     costs: Sequence[Sequence[float]], errors: Sequence[Sequence[float]], chosen: Sequence[int], left: float
 ) -> tuple[int, int] | None:
-    """Return the (layer, candidate) change that reduces the error most and costs at most `left` more; None if there is none."""
+    """Returns the (layer, candidate) change that reduces the error most and costs at most `left` more; None if there is none."""
     moves = [
         (errors[layer][now] - errors[layer][position], -layer, -position)
         for layer, now in enumerate(chosen)

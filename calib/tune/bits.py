@@ -12,7 +12,7 @@ from calib.runtime.tiered.tier import POSITIONS
 
 
 def bits_per_value(store: OrderedStore | TieredStore, told: bool) -> float:
-    """Return the bits per value of the encoded tokens in `store`.
+    """Returns the bits per value of the encoded tokens in `store`.
 
     `told` says that the store records positions only for this measurement; then they are not counted.
     """

@@ -32,7 +32,7 @@ class Candidate:
 
 
 def grid_of(method: str, given: Mapping[str, Any]) -> Grid:
-    """Return the method's grid without the `given` options; raises UsageError if nothing is left to choose."""
+    """Returns the method's grid without the `given` options; raises UsageError if nothing is left to choose."""
     found: Grid | None = getattr(method_class(method), "grid", None)
     if found is None:
         known = ", ".join(name for name, chosen in METHODS.items() if hasattr(chosen, "grid"))
@@ -54,7 +54,7 @@ def candidates(
     dtype: torch.dtype,
     complete: Callable[[dict[int, Plan]], dict[int, Plan]] = lambda plans: plans,
 ) -> list[Candidate]:
-    """Return the combinations that are valid in all `layers`; raises UsageError with the last reason if there are none.
+    """Returns the combinations that are valid in all `layers`; raises UsageError with the last reason if there are none.
 
     `complete` adds to the plans what they need from the model and its tokenizer.
     """
@@ -77,5 +77,5 @@ def candidates(
 
 
 def on_device(plan: Plan) -> Plan:
-    """Return the part of the plan that encodes; tokens on the host are exact."""
+    """Returns the part of the plan that encodes; tokens on the host are exact."""
     return plan.low if isinstance(plan, OffloadPlan) else plan

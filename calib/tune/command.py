@@ -58,7 +58,7 @@ class Request:
 
 
 def tune(request: Request) -> int:
-    """Run the request and write the artifact with its choices; return 0.
+    """Runs the request and writes the artifact with its choices; returns 0.
 
     Raises:
         UsageError: if the method has no options to choose, a budget is too small, the artifact has no sensitivities or is for
@@ -118,7 +118,7 @@ def tune(request: Request) -> int:
 
 
 def fetched_pairs(request: Request, subject: Subject, left: float) -> FetchedPairs | None:
-    """Return how many pairs this method fetches for a decode step, for at most `left` bits per value; None if it fetches none."""
+    """Returns how many pairs this method fetches for a decode step, for at most `left` bits per value; None if it fetches none."""
     option = method_class(request.method).grid.fetched
     if option is None:
         return None
@@ -132,7 +132,7 @@ def fetched_pairs(request: Request, subject: Subject, left: float) -> FetchedPai
 
 
 def longest(model: PreTrainedModel) -> int | None:
-    """Return the model's `max_position_embeddings`, or None if its configuration has none."""
+    """Returns the model's `max_position_embeddings`, or None if its configuration has none."""
     found: int | None = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     return found
 
@@ -140,7 +140,7 @@ def longest(model: PreTrainedModel) -> int | None:
 def sequences(
     request: Request, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[Tensor, dict[str, Any]]:
-    """Return token ids `[sequences, length]` and their origin: from the text, or generated as by `calib fit`."""
+    """Returns token ids `[sequences, length]` and their origin: from the text, or generated as by `calib fit`."""
     most = longest(model)
     if most is not None and request.length > most:
         raise UsageError(f"--length {request.length}: this model was made for {most} tokens; give at most that")

@@ -55,7 +55,7 @@ class FetchedPairs:
 
 
 def check_link(method: str, options: Mapping[str, Any], link: Link) -> None:
-    """Raise UsageError if link options are given for a method that fetches nothing, or are missing, invalid or superfluous."""
+    """Raises UsageError if link options are given for a method that fetches nothing, or are missing, invalid or superfluous."""
     option, given = method_class(method).grid.fetched, link.bandwidth is not None or link.step_ms is not None
     if option is None:
         if given or link.rows != 1 or link.context is not None:
@@ -91,7 +91,7 @@ def fetched_within(
     itemsize: int,
     left: float,
 ) -> FetchedPairs:
-    """Return the pairs that a step fetches.
+    """Returns the pairs that a step fetches.
 
     Args:
         option: name of the method's option for k.

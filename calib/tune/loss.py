@@ -27,7 +27,7 @@ class Sensitivity:
     mean: Tensor
 
     def of(self, error: Tensor) -> Tensor:
-        """Return e^T W e `[kv_heads, n]` of n errors `[kv_heads, n, D]`."""
+        """Returns e^T W e `[kv_heads, n]` of n errors `[kv_heads, n, D]`."""
         return (error @ self.basis.mT).square().sum(-1)
 
 
@@ -48,7 +48,7 @@ class Loss:
 
 
 def check_sensitivities(artifact: Artifact, name: str) -> None:
-    """Raise UsageError if the artifact has no sensitivities."""
+    """Raises UsageError if the artifact has no sensitivities."""
     for role in STREAMS:
         if not artifact.has(f"{role}.klt.basis"):
             raise UsageError(
@@ -58,7 +58,7 @@ def check_sensitivities(artifact: Artifact, name: str) -> None:
 
 
 def sensitivities(artifact: Artifact, layer: int, device: torch.device) -> dict[str, Sensitivity]:
-    """Return the sensitivities of a layer's keys and values on `device`."""
+    """Returns the sensitivities of a layer's keys and values on `device`."""
     return {
         role: Sensitivity(
             artifact.tensor(f"{role}.klt.basis")[layer].to(device),
@@ -69,7 +69,7 @@ def sensitivities(artifact: Artifact, layer: int, device: torch.device) -> dict[
 
 
 def losses(sample: LayerSample, store: OrderedStore | TieredStore, worth: dict[str, Sensitivity]) -> dict[str, Loss]:
-    """Return the losses of keys and values over all rows of a sample without padding that is in `store`.
+    """Returns the losses of keys and values over all rows of a sample without padding that is in `store`.
 
     The store must know the positions of its tokens.
     """
@@ -84,7 +84,7 @@ def losses(sample: LayerSample, store: OrderedStore | TieredStore, worth: dict[s
 
 
 def stream_loss(given: Tensor, held: Stored, gone: Tensor | None, worth: Sensitivity) -> Loss:
-    """Return the loss of one row with exact keys or values `given [kv_heads, T, D]` (T tokens).
+    """Returns the loss of one row with exact keys or values `given [kv_heads, T, D]` (T tokens).
 
     `gone`, bool `[kv_heads, T]`, marks evicted tokens.
     """
@@ -99,7 +99,7 @@ def stream_loss(given: Tensor, held: Stored, gone: Tensor | None, worth: Sensiti
 
 
 def evicted(store: OrderedStore | TieredStore, row: int, held: Stored) -> Tensor | None:
-    """Return a mask of the evicted tokens of a row, which are in no tier and not exact: bool `[kv_heads, T]`; None if none is."""
+    """Returns a mask of the evicted tokens of a row, which are in no tier and not exact: bool `[kv_heads, T]`; None if none is."""
     length = store.sequences.lengths[row]
     if isinstance(store, OrderedStore) or store.sequences.kept(row, length) == length:
         return None

@@ -49,7 +49,8 @@ class Subject:
 
     @staticmethod
     def of(model: PreTrainedModel, artifact: Artifact, seed: int) -> "Subject":
-        """Return the layers that `compress` compresses; raises the errors of `compress` for a model or artifact that it refuses."""
+        """Returns the layers that `compress` compresses; raises the errors of `compress` for a model or artifact that it
+        refuses."""
         with compress(model, "full", artifact, seed=seed) as cache:
             layers = [number for number, layer in enumerate(cache.layers) if isinstance(layer, CompressedLayer)]
             return Subject(model, artifact, layers, cache.sequences.sliding, seed)
@@ -60,7 +61,7 @@ class Subject:
         return Geometry.of(self.model.config.get_text_config(decoder=True))
 
     def context(self, layer: int, plan: Plan) -> LayerContext:
-        """Return the context in which a plan of a layer is opened."""
+        """Returns the context in which a plan of a layer is opened."""
         remedy = plan.needs_rope
         rotation = None if remedy is None else Rotation.of(self.model, remedy)
         return LayerContext(self.layers.index(layer), self.seed, rotation)
@@ -81,7 +82,7 @@ def measure(
     plans: Sequence[dict[int, Plan]],
     advance: Callable[[], None] = lambda: None,
 ) -> Measured:
-    """Measure every candidate on `batches` of token ids `[rows, tokens]` of equal length; `advance` is called after each layer.
+    """Measures every candidate on `batches` of token ids `[rows, tokens]` of equal length; `advance` is called after each layer.
 
     Raises UsageError if the sequences are too short for a candidate to encode a token, or longer than a sliding window.
     """
@@ -125,7 +126,7 @@ def measure(
 def filled(
     plan: Plan, sample: LayerSample, ids: Tensor, subject: Subject, shown: dict[Hashable, ForwardStats]
 ) -> tuple[OrderedStore | TieredStore, bool]:
-    """Store the sample as one prompt; return the store, and whether it records positions only for this measurement.
+    """Stores the sample as one prompt; returns the store, and whether it records positions only for this measurement.
 
     `ids` are the sample's token ids, for probes that select by them. `shown` caches attention statistics of the sample by what
     candidates observe, so that attention is computed once for all candidates that observe the same.
@@ -154,7 +155,7 @@ def filled(
 
 
 def copy_of(shown: ForwardStats) -> ForwardStats:
-    """Copy the statistics without copying their tensors, since a store removes entries from its own."""
+    """Copies the statistics without copying their tensors, since a store removes entries from its own."""
     copied = ForwardStats()
     copied.seen, copied.queries, copied.policies = dict(shown.seen), dict(shown.queries), dict(shown.policies)
     return copied

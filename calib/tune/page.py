@@ -19,7 +19,7 @@ ABOUT = (
 def page(
     search: Search, settings: Mapping[float, Setting], front: Sequence[Setting], tables: Sequence[Table], command: str
 ) -> str:
-    """Return the HTML page; all texts are escaped."""
+    """Returns the HTML page; all texts are escaped."""
     title = words(f"calib tune: {search.method}")
     body = [
         f"<h1>{title}</h1>",
@@ -32,7 +32,7 @@ def page(
 
 
 def points(search: Search, settings: Mapping[float, Setting], front: Sequence[Setting]) -> list[Point]:
-    """Return points for the chosen settings, for the front, and for the Pareto-optimal settings that are equal in all layers."""
+    """Returns points for the chosen settings, for the front, and for the Pareto-optimal settings that are equal in all layers."""
     own = [Point(f"tuned, {budget:g}", one.mean_bits, one.loss, None) for budget, one in settings.items()]
     tuned = [Point("tuned", one.mean_bits, one.loss, None) for one in front]
     singles: list[Setting] = []

@@ -49,7 +49,7 @@ class Search:
     measured: Measured
 
     def at(self, budget: float, fetched: float = 0.0) -> Setting:
-        """Return the setting with the least loss within a budget, of which fetched pairs take `fetched` bits per value.
+        """Returns the setting with the least loss within a budget, of which fetched pairs take `fetched` bits per value.
 
         Raises UsageError that names the possible range if no setting is within the budget.
         """
@@ -66,16 +66,16 @@ class Search:
         return min(within, key=lambda setting: (setting.loss, setting.mean_bits))
 
     def uniform(self, budget: float) -> Setting | None:
-        """Return the best setting within a budget that has the same candidate in every layer; None if there is none."""
+        """Returns the best setting within a budget that has the same candidate in every layer; None if there is none."""
         found = [setting for setting in self.uniforms() if setting.mean_bits <= budget + TINY]
         return min(found, key=lambda setting: (setting.loss, setting.mean_bits), default=None)
 
     def uniforms(self) -> list[Setting]:
-        """Return a setting for each candidate that uses it in all layers."""
+        """Returns a setting for each candidate that uses it in all layers."""
         return [self._setting([position] * len(self.measured.layers)) for position in range(len(self.candidates))]
 
     def reach(self) -> tuple[float, float]:
-        """Return the bits per value of the cheapest setting, and of the setting with the least loss."""
+        """Returns the bits per value of the cheapest setting, and of the setting with the least loss."""
         ends = []
         for positions in self._groups():
             of_layers = [hull(*pair) for pair in zip(*self._parts(positions), strict=True)]
@@ -85,7 +85,7 @@ class Search:
         ).mean_bits
 
     def front(self) -> list[Setting]:
-        """Return the best settings for `FRONT` budgets that are spaced geometrically over `reach`, without duplicates."""
+        """Returns the best settings for `FRONT` budgets that are spaced geometrically over `reach`, without duplicates."""
         low, high = self.reach()
         found: list[Setting] = []
         for step in range(FRONT):
@@ -102,7 +102,7 @@ class Search:
         measured_on: dict[str, Any],
         fetched: FetchedPairs | None = None,
     ) -> Choice:
-        """Return the artifact's record of a budget's setting, for a model of `layers` layers; its bits include `fetched` pairs."""
+        """Returns the artifact's record of a budget's setting, for a model of `layers` layers; its bits include `fetched` pairs."""
         own = dict(zip(self.measured.layers, setting.chosen, strict=True))
         figures = dict(zip(self.measured.layers, zip(setting.bits, setting.losses, strict=True), strict=True))
         apart = 0.0 if fetched is None else fetched.bits
@@ -132,14 +132,14 @@ class Search:
         )
 
     def _groups(self) -> list[list[int]]:
-        """Return groups of candidates' indices that can be combined in one model: those with the same shared options."""
+        """Returns groups of candidates' indices that can be combined in one model: those with the same shared options."""
         groups: dict[int, list[int]] = {}
         for position, candidate in enumerate(self.candidates):
             groups.setdefault(candidate.shared, []).append(position)
         return list(groups.values())
 
     def _parts(self, positions: Sequence[int]) -> tuple[list[list[float]], list[list[float]]]:
-        """Return the bits and losses of some candidates, by layer."""
+        """Returns the bits and losses of some candidates, by layer."""
         bits, loss = (
             [[of[position] for position in positions] for of in part]
             for part in (self.measured.bits, self.measured.loss)

@@ -9,7 +9,7 @@ from calib.runtime.methods.tuned import Choice
 
 
 def budget_table(choices: list[Choice]) -> Table:
-    """Return a table with a line for each budget: its bits and predicted loss, and the best setting equal in all layers."""
+    """Returns a table with a line for each budget: its bits and predicted loss, and the best setting equal in all layers."""
     header = ["budget", "bits", "loss", "one setting", "its bits", "its loss"]
     rows = []
     for choice in choices:
@@ -27,7 +27,7 @@ def budget_table(choices: list[Choice]) -> Table:
 
 
 def layer_table(choice: Choice) -> Table:
-    """Return a table with a line for each layer; the options that all layers share are in its title."""
+    """Returns a table with a line for each layer; the options that all layers share are in its title."""
     shared = options(choice.options)
     rows = [
         [str(layer), options(own), f"{found['bits']:.3f}", number(found["loss"])]
@@ -42,12 +42,12 @@ def layer_table(choice: Choice) -> Table:
 
 
 def options(of: Mapping[str, Any]) -> str:
-    """Format options as "bits=2 group=64"."""
+    """Formats options as "bits=2 group=64"."""
     return " ".join(f"{name}={value(part)}" for name, part in of.items())
 
 
 def value(part: Any) -> str:
-    """Format one option's value; pairs such as tiers become 4:0.6/2:0.4."""
+    """Formats one option's value; pairs such as tiers become 4:0.6/2:0.4."""
     if isinstance(part, list | tuple):
         return "/".join(":".join(map(str, inner)) if isinstance(inner, list | tuple) else str(inner) for inner in part)
     return "default" if part is None else str(part)

@@ -18,7 +18,7 @@ def track(
     folder: Path,
     files: Mapping[str, Path],
 ) -> None:
-    """Log a run; `folder` receives the offline run, or CSV files without W&B; keys of `files` are the kinds they are logged as."""
+    """Logs a run; `folder` receives the offline run, or CSV files without W&B; keys of `files` are the kinds they are logged as."""
     logger = run_logger(folder, f"tune-{search.method}")
     logger.log_hyperparams(dict(config))
     for step, (budget, setting) in enumerate(settings.items()):

@@ -55,9 +55,9 @@ def with_plane(
     product, level, codes, numbers, words, query, exact_query, size, plane: tl.constexpr, growth: tl.constexpr, D: tl.constexpr,
     W: tl.constexpr, WP: tl.constexpr, PRECISE: tl.constexpr,
 ):  # fmt: skip
-    """Add a plane of channels to `product` and to `level` [16, M], the contribution of zero points, which all tokens share: sixteen
-    equal rows, computed by one matrix instruction. `level` is rescaled by `growth` for the next plane, whose query has a larger
-    factor."""
+    """Adds a plane of channels to `product` and to `level` [16, M], the contribution of zero points, which all tokens share:
+    sixteen equal rows, computed by one matrix instruction. `level` is rescaled by `growth` for the next plane, whose query has a
+    larger factor."""
     steps, zero_points = channel_numbers(numbers, words, plane, D, W, WP, size.shape[0] == 8, True)
     raised = tl.broadcast_to(zero_points[None, :], [16, WP])
     if PRECISE:

@@ -1,4 +1,4 @@
-"""Call `codes.c`: products of a few query rows (or weights) with packed codes, on a CPU.
+"""Calls `codes.c`: products of a few query rows (or weights) with packed codes, on a CPU.
 
 Words are int16 `[batch or 1, kv_heads or 1, W, T]`, tokens contiguous. With `counts` the words of all heads lie in one row
 (`kernels/pack/heads.py`); with `bits` None every word is an integer itself. All else is float32. The result of a batch row depends
@@ -133,7 +133,7 @@ def turned_scores(
 
 
 def _of_all(scales: Tensor | None, batch: int, heads: int, tokens: int, block: int | None) -> Tensor | None:
-    """Expand `scales` to every batch row. Raises ValueError if `block` does not fit: the C code derives their number from it."""
+    """Expands `scales` to every batch row. Raises ValueError if `block` does not fit: the C code derives their number from it."""
     if scales is None:
         return None
     if block is None or block * scales.shape[2] != tokens:

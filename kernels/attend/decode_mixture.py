@@ -34,7 +34,7 @@ def mixed_by_channel(
     codes, numbers, weights, mixed, stays, words, WIDTHS: tl.constexpr, D: tl.constexpr, W: tl.constexpr, WP: tl.constexpr,
     PRECISE: tl.constexpr,
 ):  # fmt: skip
-    """Add a tile of codes with parameters per channel to the planes; `numbers` points to the group's row of parameters."""
+    """Adds a tile of codes with parameters per channel to the planes; `numbers` points to the group's row of parameters."""
     found = ()
     for f in tl.static_range(plane_count(WIDTHS)):
         steps, zero_points = channel_numbers(numbers, words, f, D, W, WP, weights.shape[1] == 8, False)
@@ -50,7 +50,7 @@ def mixed_by_token(
     WIDTHS: tl.constexpr, MODE: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, W: tl.constexpr, WP: tl.constexpr,
     PRECISE: tl.constexpr,
 ):  # fmt: skip
-    """Add a tile of codes without parameters (MODE 0), or with `steps` and `zero_points` of each token (MODE 1), to `mixed` and
+    """Adds a tile of codes without parameters (MODE 0), or with `steps` and `zero_points` of each token (MODE 1), to `mixed` and
     `zeros`; update the `largest` step so far. In MODE 1 the page may have `scales` of its channels as well."""
     M: tl.constexpr = weights.shape[1]
     PLANES: tl.constexpr = plane_count(WIDTHS) // GROUPS
@@ -89,7 +89,7 @@ def mixed_by_token(
 
 @triton.jit
 def mixed_coefficients(coefficients, weights, ranked, stays, RANK: tl.constexpr):
-    """Add a tile to the mixtures `ranked` of the RANK low-rank coefficients, each in partial sums [ROWS, M]."""
+    """Adds a tile to the mixtures `ranked` of the RANK low-rank coefficients, each in partial sums [ROWS, M]."""
     found = ()
     for j in tl.static_range(RANK):
         found += (ranked[j] * stays[None, :] + rows_joined(weights * coefficients[j][:, None]),)
@@ -101,7 +101,7 @@ def store_mixture(
     OUT, mixed, zeros, largest, mass, channel_maps, words, valid, WIDTHS: tl.constexpr, MODE: tl.constexpr,
     GROUPS: tl.constexpr, SCALED: tl.constexpr, DIVIDES: tl.constexpr, D: tl.constexpr, W: tl.constexpr, PRECISE: tl.constexpr,
 ):  # fmt: skip
-    """Store the planes to the channels at OUT [M], in the units of values: with zero points, and mapped by the `channel_maps` that
+    """Stores the planes to the channels at OUT [M], in the units of values: with zero points, and mapped by the `channel_maps` that
     all tokens share."""
     steps, zero_points, scales, shifts = channel_maps
     PLANES: tl.constexpr = plane_count(WIDTHS) // GROUPS

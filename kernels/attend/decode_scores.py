@@ -85,7 +85,7 @@ def code_scores(
 
 @triton.jit
 def with_coefficients(product, coefficients, shared, RANK: tl.constexpr):
-    """Add the low-rank part to `product`: RANK coefficients [BN], each times the query's product with its vector (`shared`)."""
+    """Adds the low-rank part to `product`: RANK coefficients [BN], each times the query's product with its vector (`shared`)."""
     for j in tl.static_range(RANK):
         product += coefficients[j][:, None] * shared[j][None, :]
     return product
@@ -97,7 +97,7 @@ def masked_scores(
     base, query_rows, valid, HAS_BIAS: tl.constexpr, HAS_SCORES: tl.constexpr, HAS_AHEAD: tl.constexpr, SOFTCAP: tl.constexpr,
     RAGGED: tl.constexpr,
 ):  # fmt: skip
-    """Return scores [BN, M], -inf where masked, and `steepness` and `lift` [M]: the exponent of 2 is score * steepness + lift.
+    """Returns scores [BN, M], -inf where masked, and `steepness` and `lift` [M]: the exponent of 2 is score * steepness + lift.
 
     With a bias, a soft cap or returned scores, the final scores are computed here. Otherwise `product` is only masked, and scale
     and shift are left to the exponent.
@@ -141,7 +141,7 @@ def masked_scores(
 def put_unseen(
     SCORES, base, rows, valid, tokens, start, stop, slots, PAGE: tl.constexpr, PADDED: tl.constexpr, BN: tl.constexpr
 ):  # fmt: skip
-    """Store scores of -inf for the slots behind a row's tokens, in turns from `start` to `stop`: the table has more slots than the
+    """Stores scores of -inf for the slots behind a row's tokens, in turns from `start` to `stop`: the table has more slots than the
     row has tokens."""
     for turn in range(start, stop, BN):
         position = turn // PADDED

@@ -1,4 +1,4 @@
-"""Call `exact.c`: attention of a few query rows over exact tokens, merged with other parts of a softmax, on a CPU."""
+"""Calls `exact.c`: attention of a few query rows over exact tokens, merged with other parts of a softmax, on a CPU."""
 
 import ctypes
 from collections.abc import Sequence

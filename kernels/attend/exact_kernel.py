@@ -137,7 +137,7 @@ def exact(
 def joined(
     top, mass, mixed, TOP, MASS, MIXED, base, runs, query_rows, rows, valid, mixed_row, channels, inside, RUNS: tl.constexpr
 ):  # fmt: skip
-    """Merge a part of the softmax into the running one. `RUNS` runs of the part are read together; 1: no part has several."""
+    """Merges a part of the softmax into the running one. `RUNS` runs of the part are read together; 1: no part has several."""
     if RUNS == 1:
         at = base * query_rows + rows
         own = tl.load(TOP + at, mask=valid, other=NOTHING)
@@ -172,7 +172,7 @@ def met(
     DK: tl.constexpr, DKP: tl.constexpr, M: tl.constexpr, BN: tl.constexpr,
     SOFTCAP: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """Add a group of tokens to the running softmax. For 16-bit tokens query and weights are each split into two 16-bit numbers."""
+    """Adds a group of tokens to the running softmax. For 16-bit tokens query and weights are each split into two 16-bit numbers."""
     key_channels = tl.arange(0, DKP)
     for start in range(0, tokens, BN):
         token = start + tl.arange(0, BN)

@@ -1,4 +1,4 @@
-"""Launch `exact_kernel.py`: which exact tokens it supports, and how the work is split into programs."""
+"""Launches `exact_kernel.py`: which exact tokens it supports, and how the work is split into programs."""
 
 from collections.abc import Sequence
 

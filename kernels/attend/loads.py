@@ -20,7 +20,7 @@ _OF_ZERO = tl.constexpr(((127 - (SIZE_OF_ONE + 1) // 2) << 23) + 0x3504F3)
 
 @triton.jit
 def query_planes(QUERY, base, scale, rows, valid, F: tl.constexpr, W: tl.constexpr, WP: tl.constexpr, D: tl.constexpr):
-    """Load the query times `scale` by planes, float32 [WP, M] each."""
+    """Loads the query times `scale` by planes, float32 [WP, M] each."""
     words = tl.arange(0, WP)
     found = ()
     for f in tl.static_range(F):
@@ -35,7 +35,7 @@ def query_planes(QUERY, base, scale, rows, valid, F: tl.constexpr, W: tl.constex
 def map_numbers(
     NUMBERS, at, step, words, other: tl.constexpr, F: tl.constexpr, D: tl.constexpr, W: tl.constexpr
 ):  # fmt: skip
-    """Load a number per channel by planes, [WP] each, in the stored dtype; `other` where there is no channel. The head's numbers
+    """Loads a number per channel by planes, [WP] each, in the stored dtype; `other` where there is no channel. The head's numbers
     begin at `at`, with stride `step`. () if NUMBERS is None. All loads are issued before one is used, so a program waits once."""
     found = ()
     if NUMBERS is not None:
@@ -50,7 +50,7 @@ def map_numbers(
 def channel_maps(
     STEP, ZERO, SCALE, SHIFT, step_at, step_channel, map_at, map_channel, words, F: tl.constexpr, D: tl.constexpr, W: tl.constexpr
 ):  # fmt: skip
-    """Load the numbers per channel that all tokens share, each by `map_numbers`: steps and zero points of codes (`fixed`), scales
+    """Loads the numbers per channel that all tokens share, each by `map_numbers`: steps and zero points of codes (`fixed`), scales
     and shifts of a `ChannelMap`."""
     steps = map_numbers(STEP, step_at, step_channel, words, 1.0, F, D, W)
     zero_points = map_numbers(ZERO, step_at, step_channel, words, 0.0, F, D, W)
@@ -61,8 +61,8 @@ def channel_maps(
 
 @triton.jit
 def folded_query(query, constant, scales, zeros, DIVIDES: tl.constexpr):
-    """Fold a channel map x = scale y + zero (or y / scale + zero) into the query: return the query for y, by planes, and `constant`
-    [M] plus query times zeros. Numbers as from `map_numbers`; an empty tuple stands for 1 or 0."""
+    """Folds a channel map x = scale y + zero (or y / scale + zero) into the query: return the query for y, by planes, and
+    `constant` [M] plus query times zeros. Numbers as from `map_numbers`; an empty tuple stands for 1 or 0."""
     found = ()
     for f in tl.static_range(len(query)):
         if len(zeros) > 0:
@@ -77,7 +77,7 @@ def folded_query(query, constant, scales, zeros, DIVIDES: tl.constexpr):
 
 @triton.jit
 def folded_mixture(mixed, mass, scales, zeros, plane: tl.constexpr, DIVIDES: tl.constexpr):
-    """Apply such a channel map to a plane's mixture [WP, M] of y with sum of weights `mass` [M]."""
+    """Applies such a channel map to a plane's mixture [WP, M] of y with sum of weights `mass` [M]."""
     if len(scales) > 0:
         scale = scales[plane].to(tl.float32)[:, None]
         mixed = mixed / scale if DIVIDES else mixed * scale
@@ -125,8 +125,8 @@ def own_words(FIRST, head, stride, words, W: tl.constexpr, PIECE: tl.constexpr):
 
 @triton.jit
 def tile_of(pointers, inside, in_page, FULL: tl.constexpr, RAGGED: tl.constexpr):
-    """Load words of a tile of tokens; 0 where a head has no word and, in RAGGED pages, where there is no token. If FULL, no mask is
-    used, because even a mask that is always true prevents wide loads."""
+    """Loads words of a tile of tokens; 0 where a head has no word and, in RAGGED pages, where there is no token. If FULL, no mask
+    is used, because even a mask that is always true prevents wide loads."""
     if RAGGED:
         return tl.load(pointers, mask=inside & in_page, other=0)
     elif FULL:
@@ -140,7 +140,7 @@ def code_words(
     pointers, numbers, inside, in_page, WIDTHS: tl.constexpr, FULL: tl.constexpr, RAGGED: tl.constexpr,
     PLAIN: tl.constexpr,
 ):  # fmt: skip
-    """Load words for `unpacked`: for trellis-coded levels a pair, the words of even planes and those of odd planes, else the words
+    """Loads words for `unpacked`: for trellis-coded levels a pair, the words of even planes and those of odd planes, else the words
     twice (Triton 3.6 allows no None in a tuple). `numbers` are the indices of the words within their token."""
     words = tile_of(pointers, inside, in_page, FULL, RAGGED)
     if is_trellis(WIDTHS):
@@ -154,7 +154,7 @@ def code_words(
 
 @triton.jit
 def token_parameters(numbers, slot, in_page, GROUPS: tl.constexpr, RAGGED: tl.constexpr):
-    """Load the step and the zero point of each group of a token's channels, as two tuples of float32 [BN]; 0 where RAGGED pages
+    """Loads the step and the zero point of each group of a token's channels, as two tuples of float32 [BN]; 0 where RAGGED pages
     have no token. A token's steps are contiguous, followed by its zero points. They are read in pairs, as 4-byte words: only loads
     of at least 4 bytes can be pipelined across loop iterations."""
     pairs = numbers.to(tl.pointer_type(tl.int32), bitcast=True) + slot * GROUPS
@@ -177,7 +177,7 @@ def token_parameters(numbers, slot, in_page, GROUPS: tl.constexpr, RAGGED: tl.co
 def token_coefficients(
     numbers, slot, inside, RANK: tl.constexpr
 ):  # fmt: skip
-    """Load a token's RANK contiguous coefficients, as a tuple of float32 [BN]; an even number of float16 ones is read in pairs."""
+    """Loads a token's RANK contiguous coefficients, as a tuple of float32 [BN]; an even number of float16 ones is read in pairs."""
     found = ()
     if RANK % 2 == 0 and numbers.dtype.element_ty == tl.float16:
         pairs = numbers.to(tl.pointer_type(tl.int32), bitcast=True) + slot * (RANK // 2)
@@ -192,7 +192,7 @@ def token_coefficients(
 
 @triton.jit
 def plane_numbers(numbers, words, plane, D: tl.constexpr, W: tl.constexpr):
-    """Load a number per channel of a plane, float32 [WP]."""
+    """Loads a number per channel of a plane, float32 [WP]."""
     channels = plane * W + words
     return tl.load(numbers + channels, mask=(words < W) & (channels < D), other=0.0).to(tl.float32)
 
@@ -201,7 +201,7 @@ def plane_numbers(numbers, words, plane, D: tl.constexpr, W: tl.constexpr):
 def channel_numbers(
     numbers, words, plane, D: tl.constexpr, W: tl.constexpr, WP: tl.constexpr, ONE_WARP: tl.constexpr, FOLDED: tl.constexpr
 ):  # fmt: skip
-    """Load float16 scales and zero points [WP] of a plane's channels from a row of parameters. A load is pipelined across loop
+    """Loads float16 scales and zero points [WP] of a plane's channels from a row of parameters. A load is pipelined across loop
     iterations only if each participating lane loads 4 bytes, two numbers. With at least 32 channels, a scale and a zero point of
     each channel form one load; with fewer, and FOLDED, two channels do."""
     if ONE_WARP and FOLDED and WP < 32 and W == WP and D % W == 0:
@@ -220,15 +220,15 @@ def channel_numbers(
 
 @triton.jit
 def _halves(pairs):
-    """Split 4-byte words into two float16 numbers."""
+    """Splits 4-byte words into two float16 numbers."""
     low, high = pairs.to(tl.int16), (pairs >> 16).to(tl.int16)
     return low.to(tl.float16, bitcast=True), high.to(tl.float16, bitcast=True)
 
 
 @triton.jit
 def token_sizes(SIZES, at, head, in_page, WORDS: tl.constexpr, RAGGED: tl.constexpr):
-    """Load the size of each token, float32 [BN]. Its number is a field of the word at `at`, which has 16 or 8 bits and is shared by
-    several heads."""
+    """Loads the size of each token, float32 [BN]. Its number is a field of the word at `at`, which has 16 or 8 bits and is shared
+    by several heads."""
     if RAGGED:
         word = tl.load(SIZES + at, mask=in_page, other=0)
     else:

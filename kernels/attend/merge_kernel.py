@@ -13,7 +13,7 @@ def merge(
     D: tl.constexpr, DP: tl.constexpr, AT_ONCE: tl.constexpr,
     COMPONENTS: tl.constexpr, KEYS: tl.constexpr, CHANNELS: tl.constexpr, CHANNELS_AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Merge the parts of all splits, `[rows * heads, splits, R(, D)]`; a program handles one query row.
+    """Merges the parts of all splits, `[rows * heads, splits, R(, D)]`; a program handles one query row.
 
     `AT_ONCE` parts are read together: a long row has a hundred, and read one by one, each would wait for memory. With AXES
     (`CodeFold`) the columns are mapped to CHANNELS. The columns are: COMPONENTS; with MEAN the sum of weights times sizes; with

@@ -96,7 +96,7 @@ def attend_pages(
     runs: bool = False,
     terms: PageTerms | None = None,
 ) -> Attended:
-    """Attend to the packed tokens of a tier whose streams are `supported`; return one part of a softmax (or one per run).
+    """Attends to the packed tokens of a tier whose streams are `supported`; returns one part of a softmax (or one per run).
 
     Args:
         query: `[rows, kv_heads, R, D]`, float32 or the model's dtype. The R query rows of a KV head are group-major, the columns
@@ -160,7 +160,7 @@ def attend_exact(
     told: bool = False,
     dtype: torch.dtype | None = None,
 ) -> ExactAttention:
-    """Attend to exact `tokens` (`exact_supported`), merge the result with `parts` of the softmax, 16 at most, and normalise.
+    """Attends to exact `tokens` (`exact_supported`), merges the result with `parts` of the softmax, 16 at most, and normalises.
 
     `query [rows, kv_heads, R, D]`, float32 or the model's dtype, is multiplied by `scale`; on a CPU there is one new token. Every
     query row must see at least one token. The output has the query's dtype, or `dtype`. `told`: return the log-sum-exp and the

@@ -1,4 +1,4 @@
-"""Choose the compile-time constants, warps and stages of the attention kernels, from the streams and the number of query rows.
+"""Chooses the compile-time constants, warps and stages of the attention kernels, from the streams and the number of query rows.
 
 A "turn" is one iteration of a kernel's loop over tokens; a "block" is the number of query rows of a program, padding included.
 """
@@ -177,7 +177,7 @@ def constants_of(
 
 
 def runs_of(turns: int, programs: int) -> tuple[int, int]:
-    """Split `turns` among at most `programs` programs: turns per program, and number of programs (per head and block)."""
+    """Splits `turns` among at most `programs` programs: turns per program, and number of programs (per head and block)."""
     run = -(-turns // max(1, min(turns, programs)))
     return run, -(-turns // run)
 

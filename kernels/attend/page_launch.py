@@ -64,7 +64,7 @@ class PageLaunch:
         rope_tables: RopeTables | None,
         mixes_keys: bool,
     ) -> "PageLaunch":
-        """Return the launch for `query_rows` query rows per KV head, cached in `keys.worked_out`."""
+        """Returns the launch for `query_rows` query rows per KV head, cached in `keys.worked_out`."""
         turned = None if rope_tables is None else (rope_tables.axes.shape[-1], rope_tables.fine.shape[-1])
         key = (PageLaunch, values, query_rows, softcap, turned, mixes_keys)
         found: PageLaunch | None = keys.worked_out.get(key)

@@ -1,4 +1,4 @@
-"""Call `pages.c`: attention of a few query rows over the packed pages of a tier in one pass, on a CPU.
+"""Calls `pages.c`: attention of a few query rows over the packed pages of a tier in one pass, on a CPU.
 
 On a CPU pages have tokens last: word w of all tokens of a page is one contiguous run. Pages are read through the page table,
 without a copy."""

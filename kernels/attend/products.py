@@ -138,11 +138,11 @@ def scaled_mix(weights: Tensor, words: Tensor, scales: Tensor, bits: int) -> Ten
 
 
 def _by_block(scale: Tensor, channels: int) -> Tensor:
-    """Expand scales `[..., groups of channels, blocks]` to `[..., blocks, channels]`."""
+    """Expands scales `[..., groups of channels, blocks]` to `[..., blocks, channels]`."""
     groups = scale.shape[-2]
     return scale.mT if groups == channels else _repeated(scale.mT, channels // groups)
 
 
 def _repeated(parts: Tensor, times: int) -> Tensor:
-    """Repeat each element of the last axis `times` times."""
+    """Repeats each element of the last axis `times` times."""
     return parts.unsqueeze(-1).expand(*parts.shape, times).flatten(-2)

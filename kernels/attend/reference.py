@@ -39,7 +39,7 @@ def code_mix(weights: Tensor, words: Tensor, bits: int | Widths, channels: int) 
 def keys_of_codes(
     words: Tensor, bits: int | Widths, counts: tuple[int, ...], matrix: Tensor, sizes: Tensor | None = None
 ) -> Tensor:
-    """Rebuild a tile of keys from codes c of components: `matrix` times the column (c, 1) of each token, or with `sizes` s times
+    """Rebuilds a tile of keys from codes c of components: `matrix` times the column (c, 1) of each token, or with `sizes` s times
     (s c, s, 1). `matrix [kv_heads, D, n + 1]`, or n + 2 columns with `sizes [..., kv_heads, 1, tokens]`, for n components. Words
     and `counts` as in `kernels/pack/heads.py`. Returns float32 `[..., kv_heads, D, tokens]`."""
     codes = unpack_columns(spread_heads(words, counts), bits, planes(bits) * max(counts))
@@ -73,7 +73,7 @@ def rotated_scores(query: Tensor, keys: Tensor, cos: Tensor, sin: Tensor) -> Ten
 
 
 def folded(fold: CodeFold, mixed: Tensor, mass: Tensor, sized_mass: Tensor, mixed_keys: Tensor | None = None) -> Tensor:
-    """Map a mixture of component codes to value channels (`CodeFold`): sum p v, `[..., rows, D]`.
+    """Maps a mixture of component codes to value channels (`CodeFold`): sum p v, `[..., rows, D]`.
 
     `mixed [..., rows, N]` is sum p c, or for tokens with sizes s sum p s c; `mass` is sum p and `sized_mass` sum p s, `[..., rows,
     1]`. With `mixed_keys` the `predicted_mixture` is added."""
@@ -93,7 +93,7 @@ def predicted_mixture(predicted: PredictedValues, mixed_keys: Tensor) -> Tensor:
 
 
 def scaled_codes(words: Tensor, parameters: Tensor, bits: int, channels: int) -> Tensor:
-    """Decode a tile: x^ = c s + z, float32 `[..., D, T]`; float32 `parameters` of groups of channels x tokens."""
+    """Decodes a tile: x^ = c s + z, float32 `[..., D, T]`; float32 `parameters` of groups of channels x tokens."""
     codes = unpack_columns(words, bits, channels).float()
     columns, blocks = parameters.shape[-2] // 2, parameters.shape[-1]
     grouped = codes.unflatten(-1, (blocks, -1)).unflatten(-3, (columns, -1))
@@ -103,7 +103,7 @@ def scaled_codes(words: Tensor, parameters: Tensor, bits: int, channels: int) ->
 
 
 def whole(part: Attended) -> Attended:
-    """Merge the runs of a part, if it has several."""
+    """Merges the runs of a part, if it has several."""
     if part.top.ndim == 4:
         return part
     top = part.top.amax(2)
@@ -126,7 +126,8 @@ class RunningSoftmax:
         self._normaliser: Tensor | None = None
 
     def weights(self, scores: Tensor) -> Tensor:
-        """Add a part's `scores [..., rows, T]` (-inf if masked) to `top` and `mass`, rescale `mixed`, return the part's weights."""
+        """Adds a part's `scores [..., rows, T]` (-inf if masked) to `top` and `mass`, rescales `mixed`, returns the part's
+        weights."""
         self._settle()
         # A row with masked tokens only has a maximum of -inf; a finite one makes its weights 0 instead of NaN.
         top = scores.amax(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).min)
@@ -142,7 +143,7 @@ class RunningSoftmax:
         return weights
 
     def join(self, part: Attended) -> None:
-        """Add a part that a kernel has computed. It is merged only when needed: if all later parts come from kernels too, the last
+        """Adds a part that a kernel has computed. It is merged only when needed: if all later parts come from kernels too, the last
         kernel merges them (`parts`)."""
         self._waiting.append(part)
 
@@ -160,7 +161,7 @@ class RunningSoftmax:
         return Attended(self.top, self.mass, self.mixed, None)
 
     def _settle(self) -> None:
-        """Merge the parts that were added by `join`."""
+        """Merges the parts that were added by `join`."""
         while self._waiting:
             part = whole(self._waiting.pop(0))
             if self.top is None or self.mass is None or self.mixed is None:
@@ -176,7 +177,7 @@ class RunningSoftmax:
         return self.weights(scores) if self.top is not None or self._waiting else scores.softmax(-1)
 
     def add(self, mixed: Tensor) -> None:
-        """Add a part's weighted sum of values, `[..., rows, D]`."""
+        """Adds a part's weighted sum of values, `[..., rows, D]`."""
         self.mixed = mixed if self.mixed is None else self.mixed + mixed
 
     def probabilities(self, scores: Tensor) -> Tensor:
@@ -184,7 +185,7 @@ class RunningSoftmax:
         return (scores - self.normaliser()).exp_()
 
     def end(self, normaliser: Tensor) -> None:
-        """Set the final log-sum-exp, where a kernel has attended the last parts and computed it."""
+        """Sets the final log-sum-exp, where a kernel has attended the last parts and computed it."""
         self._normaliser = normaliser
 
     def normaliser(self) -> Tensor:

@@ -1,4 +1,4 @@
-"""Rebuild keys from codes of components before RoPE inside a Triton kernel, and rotate them to their positions.
+"""Rebuilds keys from codes of components before RoPE inside a Triton kernel, and rotates them to their positions.
 
 The channels of a key are handled as two halves, "near" and "far": the first and second channels of the PAIRS pairs that RoPE
 rotates, then the channels that it does not, split in two. The rotation by position a STRIDE + b is that by a STRIDE (`COARSE`)
@@ -27,7 +27,7 @@ def halves_of(HALF: tl.constexpr, HALFP: tl.constexpr, PAIRS: tl.constexpr):
 
 @triton.jit
 def query_halves(QUERY, scale, rows, valid, near, far, number, HALF: tl.constexpr):
-    """Load the halves of the query times `scale`, float32 [HALFP, M]; also the largest magnitude of each row, at least 1e-30."""
+    """Loads the halves of the query times `scale`, float32 [HALFP, M]; also the largest magnitude of each row, at least 1e-30."""
     inside = (number < HALF)[:, None] & valid[None, :]
     at = QUERY + rows[None, :] * (2 * HALF)
     first = tl.load(at + near[:, None], mask=inside, other=0.0).to(tl.float32) * scale
@@ -38,7 +38,7 @@ def query_halves(QUERY, scale, rows, valid, near, far, number, HALF: tl.constexp
 
 @triton.jit
 def _axes(AXES, components, inside, channels, number, HALF: tl.constexpr):
-    """Load one half of the channels of the axes of `components`: float16 [components, HALFP]."""
+    """Loads one half of the channels of the axes of `components`: float16 [components, HALFP]."""
     at = AXES + components[:, None] * (2 * HALF) + channels[None, :]
     return tl.load(at, mask=inside[:, None] & (number < HALF)[None, :], other=0.0)
 
@@ -76,7 +76,7 @@ def _from_middle(codes, WIDTHS: tl.constexpr, plane: tl.constexpr):
 def keys_of(
     codes, sizes, offset, AXES, words, near, far, number, WIDTHS: tl.constexpr, W: tl.constexpr, HALF: tl.constexpr
 ):  # fmt: skip
-    """Rebuild the halves of keys, float32 [BN, HALFP] each: `offset` plus `codes` [BN, WP] of all planes times their axes.
+    """Rebuilds the halves of keys, float32 [BN, HALFP] each: `offset` plus `codes` [BN, WP] of all planes times their axes.
 
     With `sizes` [BN] the sum over codes is multiplied by them. Then the codes' middles are subtracted before the products, because
     a second offset besides the mean would need more registers than there are.
@@ -97,14 +97,14 @@ def keys_of(
 
 @triton.jit
 def _cos_sin(rows, number, PAIRS: tl.constexpr):
-    """Load cos and sin [n, HALFP] of the `rows` [n] of a table; 1 and 0 for channels that are not rotated."""
+    """Loads cos and sin [n, HALFP] of the `rows` [n] of a table; 1 and 0 for channels that are not rotated."""
     at, pairs = rows[:, None] + number[None, :], (number < PAIRS)[None, :]
     return tl.load(at, mask=pairs, other=1.0), tl.load(at + PAIRS, mask=pairs, other=0.0)
 
 
 @triton.jit
 def unrotated(halves, row, number, PAIRS: tl.constexpr):
-    """Rotate the query's halves [HALFP, M] back by a row of COARSE."""
+    """Rotates the query's halves [HALFP, M] back by a row of COARSE."""
     pairs = number < PAIRS
     cos = tl.load(row + number, mask=pairs, other=1.0)[:, None]
     sin = tl.load(row + PAIRS + number, mask=pairs, other=0.0)[:, None]
@@ -115,7 +115,7 @@ def unrotated(halves, row, number, PAIRS: tl.constexpr):
 def rotated(
     keys, position, COARSE, FINE, number, PAIRS: tl.constexpr, STRIDE: tl.constexpr, WHOLE: tl.constexpr
 ):  # fmt: skip
-    """Rotate the halves of keys to their `position` [BN], which is below STRIDE unless WHOLE."""
+    """Rotates the halves of keys to their `position` [BN], which is below STRIDE unless WHOLE."""
     cos, sin = _cos_sin(FINE + position % STRIDE * (2 * PAIRS), number, PAIRS)
     if WHOLE:
         more_cos, more_sin = _cos_sin(COARSE + position // STRIDE * (2 * PAIRS), number, PAIRS)

@@ -32,7 +32,7 @@ def no_rows(WIDTHS: tl.constexpr, WP: tl.constexpr, M: tl.constexpr):
 
 @triton.jit
 def _stacked(planes):
-    """Stack planes [WP, BN] to one matrix, padded with planes of 0 to a power of two."""
+    """Stacks planes [WP, BN] to one matrix, padded with planes of 0 to a power of two."""
     LEVELS: tl.constexpr = doublings(len(planes))
     COUNT: tl.constexpr = 1 << LEVELS
     WP: tl.constexpr = planes[0].shape[0]
@@ -51,8 +51,8 @@ def _stacked(planes):
 def mixed_rows(
     words, odd, weights, mixed, total, kept, WIDTHS: tl.constexpr, PRECISE: tl.constexpr, PLAIN: tl.constexpr
 ):  # fmt: skip
-    """Rescale `mixed` [rows, M], the mixture of codes, and `total` [16, M], the sum of weights, by `kept`, and add a tile: `words`
-    [WP, BN] (`odd`: words of the odd planes of trellis-coded levels) with `weights` [BN, M]."""
+    """Rescales `mixed` [rows, M], the mixture of codes, and `total` [16, M], the sum of weights, by `kept`, and adds a tile:
+    `words` [WP, BN] (`odd`: words of the odd planes of trellis-coded levels) with `weights` [BN, M]."""
     rounded = weights.to(tl.float16)
     rest = (weights - rounded.to(tl.float32)).to(tl.float16)
     ones = tl.full([16, weights.shape[0]], 1.0, tl.float16)
@@ -66,7 +66,7 @@ def store_rows(
     OUT, mixed, total, valid, WIDTHS: tl.constexpr, D: tl.constexpr, W: tl.constexpr, WP: tl.constexpr,
     PRECISE: tl.constexpr,
 ):  # fmt: skip
-    """Store the mixture, in units of codes, to the D channels at OUT [M], and the sum of weights behind them."""
+    """Stores the mixture, in units of codes, to the D channels at OUT [M], and the sum of weights behind them."""
     row = tl.arange(0, mixed.shape[0])
     plane, word = row // WP, row % WP
     per_code = tl.zeros([mixed.shape[0]], tl.float32)

@@ -77,7 +77,7 @@ def exact_product(a, b, acc, INTERPRET: tl.constexpr):
 
 @triton.jit
 def nearest(number, kind: tl.constexpr, INTERPRET: tl.constexpr):
-    """Round float32 numbers to the nearest of type `kind`. (Triton's interpreter would truncate to bfloat16.)"""
+    """Rounds float32 numbers to the nearest of type `kind`. (Triton's interpreter would truncate to bfloat16.)"""
     if INTERPRET and kind == tl.bfloat16:
         bits = number.to(tl.int32, bitcast=True)
         number = (bits + 0x7FFF + ((bits >> 16) & 1)).to(tl.float32, bitcast=True)
@@ -94,14 +94,14 @@ def code_product(codes, rounded, rest, acc, PRECISE: tl.constexpr):
 
 @triton.jit
 def rows_joined(x):
-    """Sum every eighth row of [n, M], a token per row: [8, M]. These are rows that one lane holds, so a loop can accumulate them
+    """Sums every eighth row of [n, M], a token per row: [8, M]. These are rows that one lane holds, so a loop can accumulate them
     without exchange between lanes; the final sum over tokens follows after the loop."""
     return tl.sum(x.reshape(x.shape[0] // ROWS, ROWS, x.shape[1]), 0)
 
 
 @triton.jit
 def tokens_of(codes, steps, zero_points, PRECISE: tl.constexpr):
-    """Decode a plane: x^ = c s + z in float16, or in float32 if PRECISE."""
+    """Decodes a plane: x^ = c s + z in float16, or in float32 if PRECISE."""
     if PRECISE:
         return codes.to(tl.float32) * steps + zero_points
     else:

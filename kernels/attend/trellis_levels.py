@@ -1,4 +1,4 @@
-"""Convert words of trellis-coded levels (`kernels/trellis`) inside a Triton kernel so that `unpack.py` can unpack them.
+"""Converts words of trellis-coded levels (`kernels/trellis`) inside a Triton kernel so that `unpack.py` can unpack them.
 
 A field of b bits stores a bit u and b - 1 others, f. Its level is 4 f + 2 z1 + z0, where n counts the fields of a token:
 
@@ -26,8 +26,8 @@ def below(widths, parity):
 
 @triton.constexpr_function
 def moves(widths, back):
-    """List (word: 0 for the word itself, 1 for the one before, ...; its left shift; mask of the moved bits) of the moves that bring
-    the u of the field `back` fields earlier to each field."""
+    """Lists (word: 0 for the word itself, 1 for the one before, ...; its left shift; mask of the moved bits) of the moves that
+    bring the u of the field `back` fields earlier to each field."""
     count, found = plane_count(widths), {}
     for plane in range(count):
         word, other = 0, plane - back
@@ -81,7 +81,7 @@ def level_constraints(widths):
 
 @triton.jit
 def _moved(words, WIDTHS: tl.constexpr, BACK: tl.constexpr):
-    """Apply all moves of one distance BACK to the words; plain operations."""
+    """Applies all moves of one distance BACK to the words; plain operations."""
     found = words[0] & 0
     for step in tl.static_range(len(moves(WIDTHS, BACK))):
         source = words[moves(WIDTHS, BACK)[step][0]]
@@ -95,8 +95,8 @@ def _moved(words, WIDTHS: tl.constexpr, BACK: tl.constexpr):
 
 @triton.jit
 def level_words(words, WIDTHS: tl.constexpr, PLAIN: tl.constexpr):
-    """Convert int16 words to those of the even planes and of the odd planes. `words` is a tuple: the words, then the `words_before`
-    earlier ones, 0 where a token has none. PLAIN: use plain operations, with the same bits."""
+    """Converts int16 words to those of the even planes and of the odd planes. `words` is a tuple: the words, then the
+    `words_before` earlier ones, 0 where a token has none. PLAIN: use plain operations, with the same bits."""
     if PLAIN:
         wide = ()
         for number in tl.static_range(len(words)):

@@ -1,4 +1,4 @@
-"""Launch `decode_kernel.py` and `merge_kernel.py`: which streams they support, and how the work is split into programs."""
+"""Launches `decode_kernel.py` and `merge_kernel.py`: which streams they support, and how the work is split into programs."""
 
 from functools import lru_cache
 from math import prod
@@ -155,7 +155,7 @@ def _told(scores: Tensor, of_rows: tuple[int, ...], slots: int) -> dict[str, Ten
 
 
 def room(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Allocate an uninitialised output tensor."""
+    """Allocates an uninitialised output tensor."""
     return torch.empty(*shape, dtype=dtype, device=device)  # faster than with a tuple
 
 

@@ -65,7 +65,7 @@ def begin_of(widths, plane):
 
 @triton.constexpr_function
 def field(widths, plane, biased):
-    """Return (left shift of the word, negative for a right shift; lowest bit of the plane's number after the shift).
+    """Returns (left shift of the word, negative for a right shift; lowest bit of the plane's number after the shift).
 
     The number of different shifts is minimised. Each field allows an interval of shifts. The unshifted word is used first because
     it is free, then follows a greedy cover: the remaining interval that ends first gets a shift, which serves all intervals that
@@ -97,7 +97,7 @@ def first_parity(widths):
 
 @triton.constexpr_function
 def shifted(word, shifts):
-    """List (plane, PTX line that shifts `word` for it, register with the result), the farthest left shift first. The line is ""
+    """Lists (plane, PTX line that shifts `word` for it, register with the result), the farthest left shift first. The line is ""
     where no new shift is needed."""
     found, held = [], 0
     for minus_shift, plane in sorted((-shift, plane) for plane, shift in enumerate(shifts)):
@@ -175,7 +175,7 @@ def _shifted(words, SHIFT: tl.constexpr):
 
 @triton.jit
 def unpacked(words, odd, WIDTHS: tl.constexpr, BIASED: tl.constexpr, PLAIN: tl.constexpr):
-    """Unpack int16 `words` to a tuple of float16 planes, BIASED or not. For trellis-coded levels the even planes come from `words`
+    """Unpacks int16 `words` to a tuple of float16 planes, BIASED or not. For trellis-coded levels the even planes come from `words`
     and the odd ones from `odd`, which other words do not use. PLAIN: use plain operations, with the same bits, for the interpreter,
     which cannot run assembly. The assembly text is built at compile time: built at each launch it would cost as much as many
     launches.
@@ -204,7 +204,7 @@ def unpacked(words, odd, WIDTHS: tl.constexpr, BIASED: tl.constexpr, PLAIN: tl.c
 
 @triton.jit
 def codes_of(words, odd, WIDTHS: tl.constexpr, WHOLE: tl.constexpr, PLAIN: tl.constexpr):
-    """Unpack words to float16 planes: codes times `unit_of` or, if WHOLE, the codes themselves (one more instruction for two)."""
+    """Unpacks words to float16 planes: codes times `unit_of` or, if WHOLE, the codes themselves (one more instruction for two)."""
     planes = unpacked(words, odd, WIDTHS, WHOLE, PLAIN)
     if WHOLE:
         found = ()

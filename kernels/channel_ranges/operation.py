@@ -35,7 +35,7 @@ def measured(
     into: Sequence[Tensor] | None = None,
     extremes: Tensor | None = None,
 ) -> list[Tensor]:
-    """Measure statistics of every channel of a row and head from the extremes of its tokens.
+    """Measures statistics of every channel of a row and head from the extremes of its tokens.
 
     Args:
         kind: "range": centre and half range, the latter at least 2^-24. "root": square root of the largest magnitude (ZipCache,

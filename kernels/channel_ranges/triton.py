@@ -45,7 +45,7 @@ def channel_extremes(
     x, ORDER, EXTREMES, total, turns, s_row, s_head, s_token, o_row, o_head,
     D: tl.constexpr, D_UP: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Store smallest and largest values to `EXTREMES [rows, heads, parts, 2, D]`; a program handles a part of the tokens of a row
+    """Stores smallest and largest values to `EXTREMES [rows, heads, parts, 2, D]`; a program handles a part of the tokens of a row
     and head."""
     part, head, row = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     x += row * s_row + head * s_head
@@ -102,7 +102,7 @@ def channel_numbers(
     EXTREMES, ASKED, CENTER, NUMBERS, parts, asked,
     KIND: tl.constexpr, FP32: tl.constexpr, D: tl.constexpr, D_UP: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Store the statistics of KIND to `NUMBERS [rows, kv_heads, 1, D]`, for "range" also `CENTER`, from the EXTREMES of `parts`
+    """Stores the statistics of KIND to `NUMBERS [rows, kv_heads, 1, D]`, for "range" also `CENTER`, from the EXTREMES of `parts`
     parts; for "balance" also from those of queries, ASKED in `asked` parts. A program handles a row and KV head."""
     pair = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
     EXTREMES += pair * parts * 2 * D

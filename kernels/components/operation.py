@@ -1,4 +1,4 @@
-"""Project tokens on a calibrated basis and quantise the components, in one Triton kernel on a GPU.
+"""Projects tokens on a calibrated basis and quantises the components, in one Triton kernel on a GPU.
 
 Where `supported` is False the stages compute the same bits in plain torch (`runtime/stages/transform/basis.py`, `codec/mixed.py`,
 `codec/sized.py`).
@@ -23,7 +23,7 @@ def supported(x: Tensor, counts: tuple[int, ...]) -> bool:
 def component_words(
     x: Tensor, projection: Projection, widths: Widths, counts: tuple[int, ...], weights: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Quantise the components y of tokens, c = clamp(round(y / s + (2^b - 1) / 2), 0, 2^b - 1) with s = 2^(1 - b), and pack them.
+    """Quantises the components y of tokens, c = clamp(round(y / s + (2^b - 1) / 2), 0, 2^b - 1) with s = 2^(1 - b), and packs them.
 
     Args:
         x: `[rows, kv_heads, T, D]`, of a floating dtype, finite.

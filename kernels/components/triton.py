@@ -54,7 +54,7 @@ def factor_of(widths, field):
 
 @triton.jit
 def _digit(whole):
-    """Split int32 numbers into the lowest digit, int8 -128 ... 127, and the rest divided by 256."""
+    """Splits int32 numbers into the lowest digit, int8 -128 ... 127, and the rest divided by 256."""
     low = ((whole + 128) & 255) - 128
     return low.to(tl.int8), (whole - low) >> 8
 

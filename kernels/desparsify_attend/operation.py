@@ -32,7 +32,7 @@ def desparsify_attend(
     back: Tensor | None = None,
     runs: bool = False,
 ) -> Attended:
-    """Attend to a tier's tokens in sparse coding; return a part of a softmax. Arguments as in `reference.desparsify_attend`.
+    """Attends to a tier's tokens in sparse coding; returns a part of a softmax. Arguments as in `reference.desparsify_attend`.
 
     mixed / mass is the output, top + log(mass) the log-sum-exp. With `runs` the parts of several runs may be returned unmerged, for
     `attend_exact`.

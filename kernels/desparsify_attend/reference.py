@@ -78,7 +78,7 @@ class SparsePages:
         return max(1, (self.shared + self.columns - 1).bit_length())
 
     def decode(self, pages: Tensor) -> Tensor:
-        """Decode the tokens in `pages`, int32 `[rows, n]`: float32 `[rows, kv_heads, n * slots, D]`."""
+        """Decodes the tokens in `pages`, int32 `[rows, n]`: float32 `[rows, kv_heads, n * slots, D]`."""
         found = self._pairs(self.indices, pages)
         index = found.int() & 0xFFFF if self.index_bits == 0 else unpack_bytes(found, self.index_bits, self.pairs)
         if self.online is not None and len(self.online) > 1:  # the table below has the atoms of all rows
@@ -100,7 +100,7 @@ class SparsePages:
 
     @staticmethod
     def _pairs(field: Tensor, pages: Tensor) -> Tensor:
-        """Gather a field of the pages: `[rows, kv_heads, n * slots, width]`."""
+        """Gathers a field of the pages: `[rows, kv_heads, n * slots, width]`."""
         return field[pages].transpose(1, 2).flatten(2, 3)
 
 
@@ -115,7 +115,7 @@ def desparsify_attend(
     softcap: float | None = None,
     back: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Attend to one tier's stored tokens; return `top` and `mass [rows, kv_heads, R]` and `mixed [..., R, D]` of a softmax,
+    """Attends to one tier's stored tokens; returns `top` and `mass [rows, kv_heads, R]` and `mixed [..., R, D]` of a softmax,
     float32.
 
     top is the largest logit, mass the sum of exp(logit - top), mixed the sum of exp(logit - top) v. A query row without any visible

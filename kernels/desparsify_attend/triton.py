@@ -51,7 +51,7 @@ def _attend(
     VALUE_OFFLINE: tl.constexpr, VALUE_ONLINE: tl.constexpr, UNROLL: tl.constexpr,
     POSITIONS: tl.constexpr, BACK: tl.constexpr, SOFTCAP: tl.constexpr, LEAST: tl.constexpr,
 ):  # fmt: skip
-    """Attend to the tokens of one split of a row and KV head with its R query rows (ROWS with padding)."""
+    """Attends to the tokens of one split of a row and KV head with its R query rows (ROWS with padding)."""
     split, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     splits = tl.num_programs(0)
     own = (row * heads + head).to(tl.int64)
@@ -184,7 +184,7 @@ def _pairs_served(pages: SparsePages) -> bool:
 
 
 def empty(*sizes: int, like: Tensor) -> Tensor:
-    """Allocate an uninitialised float32 result."""
+    """Allocates an uninitialised float32 result."""
     return torch.empty(sizes, dtype=torch.float32, device=like.device)
 
 

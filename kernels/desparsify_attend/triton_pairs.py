@@ -7,7 +7,7 @@ import triton.language as tl
 
 @triton.jit
 def _part(packed, number, there, AT: tl.constexpr, BITS: tl.constexpr, PAIRS: tl.constexpr):
-    """Load a part of BITS bits of a token's `number`-th index: plane-split (`pack_bytes`) over RUN bytes from byte AT on."""
+    """Loads a part of BITS bits of a token's `number`-th index: plane-split (`pack_bytes`) over RUN bytes from byte AT on."""
     RUN: tl.constexpr = (PAIRS * BITS + 7) // 8
     plane = number // RUN
     byte = tl.load(packed + (AT + number - plane * RUN), mask=there, other=0).to(tl.int32)
@@ -16,7 +16,7 @@ def _part(packed, number, there, AT: tl.constexpr, BITS: tl.constexpr, PAIRS: tl
 
 @triton.jit
 def index_of(packed, number, there, WIDTH: tl.constexpr, PAIRS: tl.constexpr):
-    """Load a token's `number`-th index: WIDTH bits in parts of 8, 4, 2, 1 bits (`pack_bytes`), or unsigned int16 if WIDTH is 0."""
+    """Loads a token's `number`-th index: WIDTH bits in parts of 8, 4, 2, 1 bits (`pack_bytes`), or unsigned int16 if WIDTH is 0."""
     if WIDTH == 0:
         return tl.load(packed + number, mask=there, other=0).to(tl.int32) & 0xFFFF
     WHOLE: tl.constexpr = WIDTH // 8
@@ -39,7 +39,7 @@ def index_of(packed, number, there, WIDTH: tl.constexpr, PAIRS: tl.constexpr):
 
 @triton.jit
 def coefficient_of(kept, number, there, FLOAT8: tl.constexpr):
-    """Load a token's `number`-th coefficient as float32; e4m3 is converted by bit operations, because GPUs before capability 8.9
+    """Loads a token's `number`-th coefficient as float32; e4m3 is converted by bit operations, because GPUs before capability 8.9
     have no instruction for it."""
     if not FLOAT8:
         return tl.load(kept + number, mask=there, other=0.0).to(tl.float32)

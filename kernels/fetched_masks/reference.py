@@ -9,7 +9,7 @@ EMPTY = -1
 def fetched_masks(
     positions: Tensor, slots: range, exact: Tensor, hidden: Tensor | None = None, back: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Mask the packed and exact copies of tokens that are attended as fetched tokens, and invalid fetched entries.
+    """Masks the packed and exact copies of tokens that are attended as fetched tokens, and invalid fetched entries.
 
     Args:
         positions: position of each fetched token in its row, int32 `[rows, kv_heads, n]`, -1 for an empty entry; no token twice.

@@ -22,7 +22,7 @@ def hide(
     heads, n, first, slots, m, columns, hidden_row, back_row,
     SLOTS: tl.constexpr, EXACT: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Store REPLACED `[rows * heads, slots]` and UNSEEN `[rows * heads, columns, m + n]`, the latter in the last program of a row
+    """Stores REPLACED `[rows * heads, slots]` and UNSEEN `[rows * heads, columns, m + n]`, the latter in the last program of a row
     and head."""
     pair, stretch = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = pair // heads

@@ -14,7 +14,7 @@ __all__ = ["BudgetSlots", "MassRule", "NewToken", "enter_ring", "lightest"]
 def enter_ring(
     rule: MassRule | None, mass: Tensor, shown: Tensor, fresh: Tensor, slots: BudgetSlots, tokens: Sequence[NewToken]
 ) -> list[Tensor]:
-    """Store each row's new token in its ring of recent tokens, and let the token that was in that slot compete with the heavy
+    """Stores each row's new token in its ring of recent tokens, and lets the token that was in that slot compete with the heavy
     hitters (H2O, arXiv:2306.14048, section 4.2).
 
     It replaces the heavy token with the lowest score (of equal ones the newest) if its own score is higher; else it is removed.

@@ -23,7 +23,7 @@ class MassRule:
     mean: bool = False
 
     def observe(self, mass: Tensor, shown: Tensor) -> None:
-        """Update `mass` in place by the attention `shown` of one more forward to tokens that were stored before it."""
+        """Updates `mass` in place by the attention `shown` of one more forward to tokens that were stored before it."""
         if not self.adds_up:
             mass.copy_(shown)
         else:
@@ -113,5 +113,5 @@ def enter_ring(
 
 
 def _of_numbers(index: Tensor, mass: Tensor) -> Tensor:
-    """Expand slots `[rows, kv_heads]` to an index of `mass [rows, numbers x kv_heads, slots]` along its last axis."""
+    """Expands slots `[rows, kv_heads]` to an index of `mass [rows, numbers x kv_heads, slots]` along its last axis."""
     return torch.cat([index] * (mass.shape[1] // index.shape[1]), 1)[..., None]

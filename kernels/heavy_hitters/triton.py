@@ -24,7 +24,7 @@ def choose(
     heads, slots, shown, table_row, shown_row, shown_head, fresh_row, fresh_head, position_page, position_head, position_token,
     ADDS_UP: tl.constexpr, LIMIT: tl.constexpr, MEAN: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Update MASS and store to FOUND page and slot of the ring's token, then page and slot that it moves to, each int64 `[rows,
+    """Updates MASS and stores to FOUND page and slot of the ring's token, then page and slot that it moves to, each int64 `[rows,
     heads]`. A program handles a head of a row. Without MASS there are no scores."""
     item = tl.program_id(0)
     row, head = (item // heads).to(tl.int64), item % heads
@@ -79,7 +79,7 @@ def choose(
 
 @triton.jit
 def observed(mass, given, slot, slots, shown, ADDS_UP: tl.constexpr, LIMIT: tl.constexpr):
-    """Load the mass of slots, updated by this step's attention (`given`) as by `MassRule.observe`."""
+    """Loads the mass of slots, updated by this step's attention (`given`) as by `MassRule.observe`."""
     there = slot < slots
     own = tl.load(mass + slot, mask=there, other=0.0)
     added = tl.load(given + slot, mask=there & (slot < shown), other=0.0)
@@ -98,7 +98,7 @@ def move(
     W_0: tl.constexpr, W_1: tl.constexpr, W_2: tl.constexpr, W_3: tl.constexpr, W_4: tl.constexpr, W_5: tl.constexpr,
     WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Move up to six fields; those whose pointers are None are absent. A program handles a head of a row and a field."""
+    """Moves up to six fields; those whose pointers are None are absent. A program handles a head of a row and a field."""
     which = tl.program_id(1)
     if which == 0:
         move_one(INTO_0, TOKEN_0, LOST_0, FOUND, heads, page_0, head_0, slot_0, row_0, from_0, W_0, WIDE)
@@ -123,7 +123,7 @@ def move(
 def move_one(
     INTO, TOKEN, LOST, FOUND, heads, into_page, into_head, into_slot, from_row, from_head, W: tl.constexpr, WIDE: tl.constexpr
 ):  # fmt: skip
-    """Move one field: save the target slot to LOST, copy the ring's token to the target, and the new token to the ring's slot."""
+    """Moves one field: save the target slot to LOST, copy the ring's token to the target, and the new token to the ring's slot."""
     item, items = tl.program_id(0), tl.num_programs(0)
     row, head, column = (item // heads).to(tl.int64), item % heads, tl.arange(0, WIDE)
     inside = column < W

@@ -1,4 +1,5 @@
-"""Fetch chosen tokens from pages in host memory, except those that are on the device already (SpeCache's prefetch); plain torch."""
+"""Fetches chosen tokens from pages in host memory, except those that are on the device already (SpeCache's prefetch); plain
+torch."""
 
 import torch
 from torch import Tensor
@@ -7,7 +8,7 @@ from torch import Tensor
 def exchange(
     held: Tensor, chosen: Tensor, table: Tensor, page_tokens: int, reach: int, fetched: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Update the entries of a cache of fetched tokens so that they hold the tokens `chosen`: tokens that are already there keep
+    """Updates the entries of a cache of fetched tokens so that they hold the tokens `chosen`: tokens that are already there keep
     their entry, the others replace tokens that are not chosen.
 
     Args:
@@ -42,7 +43,7 @@ def exchange(
 
 
 def host_gather(pages: Tensor, numbers: Tensor, slots: Tensor, wanted: Tensor, into: Tensor) -> None:
-    """Copy tokens from host pages into entries on the device.
+    """Copies tokens from host pages into entries on the device.
 
     Args:
         pages: `[pages, kv_heads, page_tokens, W]`, with key and value of a token in one row: host memory that is mapped to the

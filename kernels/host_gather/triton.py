@@ -1,4 +1,4 @@
-"""Fetch tokens from host memory on a GPU: a few programs, which run beside the kernels of a step, read only the wanted tokens.
+"""Fetches tokens from host memory on a GPU: a few programs, which run beside the kernels of a step, read only the wanted tokens.
 
 Rows are copied as integers of 32 or 16 bits, whatever their dtype. Another kernel decides which entry takes which token and
 computes
@@ -28,7 +28,7 @@ def gather_rows(
     page_stride, head_stride, slot_stride, into_row, into_head, into_entry, heads, n, entries,
     W: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Copy W numbers for each wanted one of `entries` entries; programs take tiles of ROWS entries in turn."""
+    """Copies W numbers for each wanted one of `entries` entries; programs take tiles of ROWS entries in turn."""
     column = tl.arange(0, WIDTH)[None, :]
     for tile in range(tl.program_id(0), tl.cdiv(entries, ROWS), tl.num_programs(0)):
         entry = tile * ROWS + tl.arange(0, ROWS)
@@ -51,8 +51,8 @@ def exchange_entries(
     held, chosen, table, numbers, slots, new, fetched, heads, n, wanted, table_width, page_tokens,
     BLOCK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Update `held [rows * heads, n]` to hold the tokens `chosen [rows * heads, wanted]`; store which entries are `new`, and their
-    page `numbers` and `slots`. A program handles a row and head; BLOCK is at least n."""
+    """Updates `held [rows * heads, n]` to hold the tokens `chosen [rows * heads, wanted]`; stores which entries are `new`, and
+    their page `numbers` and `slots`. A program handles a row and head; BLOCK is at least n."""
     pair = tl.cast(tl.program_id(0), tl.int64)
     start, own_table = pair * n, table + pair // heads * table_width
     block = tl.arange(0, BLOCK)

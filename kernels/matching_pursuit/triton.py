@@ -34,7 +34,7 @@ SPLIT_ROWS = 16
 def split_atoms(
     atoms, high, low, count, D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, EXACT: tl.constexpr
 ):  # fmt: skip
-    """Split `atoms [N, D]` times `ATOM_SCALE` into `high` + `low`, float16 `[N rounded up to tiles, BD]`, zeros beyond N and D.
+    """Splits `atoms [N, D]` times `ATOM_SCALE` into `high` + `low`, float16 `[N rounded up to tiles, BD]`, zeros beyond N and D.
     EXACT: only `high`."""
     row = tl.program_id(0) * BN + tl.arange(0, BN)
     column = tl.arange(0, BD)
@@ -89,7 +89,7 @@ def pursue(
 
 @triton.jit
 def split_residual(residual):
-    """Scale every row by a power of two so that its largest |R| is 2^14 ... 2^15, and split it into a sum of two float16."""
+    """Scales every row by a power of two so that its largest |R| is 2^14 ... 2^15, and split it into a sum of two float16."""
     exponent = tl.max(tl.abs(residual), 1).to(tl.int32, bitcast=True) >> 23
     # The bits of 2^(RESIDUAL_EXPONENT - e), e = exponent - 127; limited to the range of float32 for the smallest rows.
     bits = (-tl.maximum(exponent, RESIDUAL_EXPONENT) + (254 + RESIDUAL_EXPONENT)) << 23

@@ -19,8 +19,8 @@ WIDEST = 256  # most channels
 def add_rows(
     coefficient, order, first, rows, summed, S: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BP: tl.constexpr
 ):  # fmt: skip
-    """Sum the pairs `order[first[n]] ... order[first[n + 1] - 1]` of an atom n: each is c times a row of `rows [B, D]`; a row has S
-    pairs."""
+    """Sums the pairs `order[first[n]] ... order[first[n + 1] - 1]` of an atom n: each is c times a row of `rows [B, D]`; a row has
+    S pairs."""
     atom = tl.program_id(0).to(tl.int64)
     channel = tl.arange(0, BD)
     used = channel < D

@@ -32,7 +32,7 @@ def list_mixtures(
     RANKED: tl.constexpr, COLUMNS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, M: tl.constexpr,
     SPAN: tl.constexpr, LANES: tl.constexpr, STRETCHES: tl.constexpr, PAGE: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
-    """Update MIXED. A part has `run` tokens, counted as if every page had PADDED slots; slot 0 has the segment's token `first`."""
+    """Updates MIXED. A part has `run` tokens, counted as if every page had PADDED slots; slot 0 has the segment's token `first`."""
     split, of_row, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row, head, splits = of_row // heads, of_row % heads, tl.num_programs(0)
     base = of_row.to(tl.int64) * query_rows
@@ -110,7 +110,7 @@ def list_mixtures(
 
 @triton.jit
 def of_lane(INDEX, DELTA, entry, end, LANES: tl.constexpr):
-    """Load indices and deltas of AT_ONCE entries of each lane from its `entry` on; 0 behind the `end`."""
+    """Loads indices and deltas of AT_ONCE entries of each lane from its `entry` on; 0 behind the `end`."""
     indices, deltas = (), ()
     for turn in tl.static_range(AT_ONCE):
         inside = entry + turn * LANES < end
@@ -123,7 +123,7 @@ def of_lane(INDEX, DELTA, entry, end, LANES: tl.constexpr):
 def put_weights(
     WEIGHTS, SCORES, top, base, rows, of_block, valid, from_slot, begin, stop, slots, M: tl.constexpr, SPAN: tl.constexpr
 ):  # fmt: skip
-    """Store the weights of SPAN tokens from slot `from_slot` on; 0 for slots outside `begin` ... `stop` - 1."""
+    """Stores the weights of SPAN tokens from slot `from_slot` on; 0 for slots outside `begin` ... `stop` - 1."""
     SOME: tl.constexpr = min(TOGETHER, SPAN)
     for piece in tl.static_range(0, SPAN, SOME):
         tokens = piece + tl.arange(0, SOME)
@@ -138,7 +138,7 @@ def put_weights(
 def add_lanes(
     SUMS, channel, total, lanes, of_block, M: tl.constexpr, COUNT: tl.constexpr
 ):  # fmt: skip
-    """Add the sums `total` of COUNT lanes to the sums of their `channel` (-1: none). Channels are sorted, so the lanes of one
+    """Adds the sums `total` of COUNT lanes to the sums of their `channel` (-1: none). Channels are sorted, so the lanes of one
     channel are neighbours: a segmented scan adds the sums 1, 2, 4, ... lanes before, and a channel's last lane has its total."""
     for number in tl.static_range(DOUBLINGS):
         before = tl.maximum(lanes - (1 << number), 0)

@@ -23,7 +23,7 @@ def list_scores(
     scale_row, scale_head, scale_channel, list_record, starts_record, starts_head, begins_record, begins_head,
     D: tl.constexpr, DP: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
-    """Store BIAS `[rows, heads, query_rows, slots]`. A program handles `run` tiles of BN tokens; slot 0 has the segment's token
+    """Stores BIAS `[rows, heads, query_rows, slots]`. A program handles `run` tiles of BN tokens; slot 0 has the segment's token
     `first`. `entries`: length of a list."""
     part, of_row, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row, head = of_row // heads, of_row % heads

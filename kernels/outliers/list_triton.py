@@ -1,4 +1,4 @@
-"""Launch the kernels for lists of whole segments (`RowLists`): which lists they support, grids and scratch memory."""
+"""Launches the kernels for lists of whole segments (`RowLists`): which lists they support, grids and scratch memory."""
 
 from functools import lru_cache
 

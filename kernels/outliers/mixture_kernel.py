@@ -28,7 +28,7 @@ def mixture_terms(
     D: tl.constexpr, DP: tl.constexpr, WIDE: tl.constexpr, LANES: tl.constexpr, M: tl.constexpr, BN: tl.constexpr,
     PAGE: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
-    """Update MIXED. A part has `run` tokens, counted as if every page had PADDED slots. A row of MIXED has COLUMNS numbers: D
+    """Updates MIXED. A part has `run` tokens, counted as if every page had PADDED slots. A row of MIXED has COLUMNS numbers: D
     channels, then the mixtures of RANKED coefficients, whose VECTORS all tokens of a row share. RANK further coefficients of a
     token belong to the BASIS of its page."""
     split, of_row, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -104,7 +104,7 @@ def add_to_part(
     scale_row, scale_head, scale_channel, vectors_row, vectors_head,
     RANKED: tl.constexpr, COLUMNS: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """Add `added [DP, M]` to a part's mixture, and the product of VECTORS with the mixtures of coefficients behind its channels;
+    """Adds `added [DP, M]` to a part's mixture, and the product of VECTORS with the mixtures of coefficients behind its channels;
     both times SCALE, if given."""
     for j in tl.static_range(RANKED):
         ranked = tl.load(MIXED + rows * COLUMNS + (D + j), mask=valid, other=0.0)
@@ -123,7 +123,7 @@ def put_outliers(
     PLACED, cells, deltas, DELTA, INDEX, of_tokens, lanes, held, before,
     WIDE: tl.constexpr, D: tl.constexpr, BN: tl.constexpr, LANES: tl.constexpr, CLEARED: tl.constexpr,
 ):  # fmt: skip
-    """Store a tile's outliers: the first ones, `deltas`, to their `cells`, then the rest. CLEARED: store zeros instead."""
+    """Stores a tile's outliers: the first ones, `deltas`, to their `cells`, then the rest. CLEARED: store zeros instead."""
     zeros = tl.zeros([LANES], DELTA.dtype.element_ty)
     for number in tl.static_range(AT_ONCE):
         tl.store(PLACED + cells[number], zeros if CLEARED else deltas[number], mask=cells[number] >= 0)
@@ -138,7 +138,7 @@ def put_outliers(
 def outliers(
     DELTA, INDEX, of_tokens, at, held, before, WIDE: tl.constexpr, D: tl.constexpr, BN: tl.constexpr
 ):  # fmt: skip
-    """Load the outliers with numbers `at` of a tile with `held` tokens: their cells in the matrix of channels x tokens, -1 for
+    """Loads the outliers with numbers `at` of a tile with `held` tokens: their cells in the matrix of channels x tokens, -1 for
     those of other heads and unused ones, and their deltas."""
     inside = at < held * WIDE
     channel = index_of(INDEX + of_tokens + at, inside) - before

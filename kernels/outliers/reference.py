@@ -1,4 +1,4 @@
-"""Find the outliers of a matrix (GEAR, arXiv:2403.05527, eq. 4), and multiply with them as a sparse matrix.
+"""Finds the outliers of a matrix (GEAR, arXiv:2403.05527, eq. 4), and multiply with them as a sparse matrix.
 
 A row of N numbers has `count` outliers at each end, a fixed number, so that they are stored in rectangular tensors. `extremes`
 takes the largest and smallest entries of a row; `first_beyond` takes the first entries beyond known thresholds, without sorting;
@@ -69,15 +69,15 @@ def farthest_beyond(x: Tensor, low: Tensor, high: Tensor, count: int) -> tuple[T
 
 
 def in_order(tokens: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
-    """Sort lists `[..., n]` of tokens and their `delta` by token, unused entries (token 0, delta 0) last. No token may occur twice,
-    except in unused entries."""
+    """Sorts lists `[..., n]` of tokens and their `delta` by token, unused entries (token 0, delta 0) last. No token may occur
+    twice, except in unused entries."""
     unused = (tokens == 0) & (delta == 0)
     order = tokens.long().masked_fill(unused, torch.iinfo(torch.int64).max).argsort(-1)
     return tokens.gather(-1, order), delta.gather(-1, order)
 
 
 def run_counts(marked: Tensor) -> Tensor:
-    """Count the marked entries of each run of `RUN` neighbours: bool `[..., N]` -> `[..., N / RUN]`. Eight bytes are added as one
+    """Counts the marked entries of each run of `RUN` neighbours: bool `[..., N]` -> `[..., N / RUN]`. Eight bytes are added as one
     64-bit word."""
     if marked.is_contiguous():  # the multiplication adds up all bytes in the highest one
         words = marked.flatten().view(torch.int64).view(*marked.shape[:-1], -1)

@@ -59,7 +59,7 @@ class Entries:
 
 
 def by_token(found: Entries, heads: int, tokens: int, channels: int) -> dict[str, Tensor]:
-    """Sort the outliers `found [E]` of one segment of keys; return the fields of `RowLists` by name, with int64 indices."""
+    """Sorts the outliers `found [E]` of one segment of keys; returns the fields of `RowLists` by name, with int64 indices."""
     lines = found.head * tokens + found.token
     order, counts = _sorted(lines * channels + found.channel, lines, found.delta, heads * tokens)
     ends = counts.cumsum(0).view(heads, tokens)
@@ -89,7 +89,7 @@ def by_channel(found: Entries, heads: int, tokens: int, channels: int) -> dict[s
 
 
 def numbers_of(lists: Mapping[str, Tensor], channels: int, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Unpack the fields of segments of up to `tokens` tokens: for each entry, `[segments, E]`, head * tokens + token and head *
+    """Unpacks the fields of segments of up to `tokens` tokens: for each entry, `[segments, E]`, head * tokens + token and head *
     channels + channel, both int64, and delta, which is 0 behind a list's end."""
     delta, index = lists["delta"].flatten(1), _unsigned(lists["index"].flatten(1))
     shift = span_of(channels).bit_length() - 1  # spans are powers of two
@@ -107,7 +107,7 @@ def numbers_of(lists: Mapping[str, Tensor], channels: int, tokens: int) -> tuple
 
 
 def cleared_behind(lists: Mapping[str, Tensor], channels: int) -> None:
-    """Set the entries behind the end of each list to 0, in place; lists from a file may hold anything there."""
+    """Sets the entries behind the end of each list to 0, in place; lists from a file may hold anything there."""
     begins, _ = _begins(lists, span_of(channels).bit_length() - 1)
     number = torch.arange(lists["delta"].shape[-1], device=begins.device)
     for name in ("delta", "index"):

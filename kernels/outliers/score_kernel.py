@@ -24,7 +24,7 @@ def score_terms(
     LISTED: tl.constexpr, ACROSS: tl.constexpr, RANK: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
-    """Store BIAS `[rows, heads, query_rows, slots]`. `wide`: entries per channel of a page if LISTED, else entries per token."""
+    """Stores BIAS `[rows, heads, query_rows, slots]`. `wide`: entries per channel of a page if LISTED, else entries per token."""
     part, of_row, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row, head = of_row // heads, of_row % heads
     base = of_row.to(tl.int64) * query_rows
@@ -120,7 +120,7 @@ def token_at(
 def write_entries(
     PLACED, DELTA, INDEX, at, begin, end, channels, wide, D: tl.constexpr, DP: tl.constexpr
 ):  # fmt: skip
-    """Scatter the entries of tokens `begin` ... `end` - 1, which start at `at` in each channel's list, into lines of DP numbers at
+    """Scatters the entries of tokens `begin` ... `end` - 1, which start at `at` in each channel's list, into lines of DP numbers at
     PLACED. AT_ONCE entries of each channel are read before any is written. Return the new `at` and the number of iterations."""
     times, some_left = 0, True
     while some_left:
@@ -141,7 +141,7 @@ def write_entries(
 def entry(
     DELTA, INDEX, at, channels, wide, D: tl.constexpr
 ):  # fmt: skip
-    """Load token and delta of the entry `at` of each channel, [DP]; both are 0 for unused entries and beyond a list."""
+    """Loads token and delta of the entry `at` of each channel, [DP]; both are 0 for unused entries and beyond a list."""
     inside = (at < wide) & (channels < D)
     token = index_of(INDEX + at * D + channels, inside)
     return token, tl.load(DELTA + at * D + channels, mask=inside, other=0.0)
@@ -151,7 +151,7 @@ def entry(
 def write_entry(
     PLACED, token, delta, begin, end, DP: tl.constexpr
 ):  # fmt: skip
-    """Store an entry of each channel if it is used and its token is in the range; return 1 for stored entries, else 0."""
+    """Stores an entry of each channel if it is used and its token is in the range; returns 1 for stored entries, else 0."""
     line = token - begin
     own = (line >= 0) & (line < end - begin) & ((token != 0) | (delta != 0.0))
     tl.store(PLACED + line * DP, delta, mask=own)
@@ -160,7 +160,7 @@ def write_entry(
 
 @triton.jit
 def index_of(pointers, inside):
-    """Load stored indices as int32; 16-bit ones are unsigned."""
+    """Loads stored indices as int32; 16-bit ones are unsigned."""
     found = tl.load(pointers, mask=inside, other=0)
     if found.dtype == tl.int16:
         return found.to(tl.int32) & 0xFFFF

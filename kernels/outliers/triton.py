@@ -1,4 +1,4 @@
-"""Launch the kernels for outliers and low-rank terms: which terms they support, grids and scratch memory."""
+"""Launches the kernels for outliers and low-rank terms: which terms they support, grids and scratch memory."""
 
 from dataclasses import replace
 from math import inf
@@ -147,7 +147,7 @@ def add_to_mixtures(
     channels: int,
     map_scale: Tensor | None,
 ) -> None:
-    """Add outliers and low-rank terms of values to the mixtures of `parts`, in place.
+    """Adds outliers and low-rank terms of values to the mixtures of `parts`, in place.
 
     Args:
         parts: top `[rows, kv_heads, splits, R]` and mixture `[..., R, channels + r or more]`, each of `run` turns of `turn` tokens.

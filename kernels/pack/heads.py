@@ -16,7 +16,7 @@ from calib.kernels.upload import upload
 
 
 def join_heads(words: Tensor, counts: tuple[int, ...]) -> Tensor:
-    """Join words `[..., H, T, Wm]` to rows `[..., 1, T, sum(counts)]`: the first `counts[h]` words of head h are kept."""
+    """Joins words `[..., H, T, Wm]` to rows `[..., 1, T, sum(counts)]`: the first `counts[h]` words of head h are kept."""
     row = words.transpose(-3, -2).flatten(-2)
     if sum(counts) < row.shape[-1]:
         row = row.index_select(-1, _own(counts, words.shape[-1], words.device))
@@ -24,7 +24,7 @@ def join_heads(words: Tensor, counts: tuple[int, ...]) -> Tensor:
 
 
 def spread_heads(tile: Tensor, counts: tuple[int, ...]) -> Tensor:
-    """Spread words with tokens last, `[..., 1, sum(counts), T]` -> `[..., H, Wm, T]`, Wm = max(counts). Equal counts: a view."""
+    """Spreads words with tokens last, `[..., 1, sum(counts), T]` -> `[..., H, Wm, T]`, Wm = max(counts). Equal counts: a view."""
     heads, most = len(counts), max(counts)
     row = tile.squeeze(-3)
     if sum(counts) < heads * most:

@@ -80,7 +80,7 @@ def _merges(bits: int | Widths) -> list[tuple[int, int, int, int]]:
 
 
 def pack(codes: Tensor, bits: int | Widths) -> Tensor:
-    """Pack codes `[..., D]` (integers below 2**width of their field, any dtype) -> words `[..., W]` int16."""
+    """Packs codes `[..., D]` (integers below 2**width of their field, any dtype) -> words `[..., W]` int16."""
     return pack_away(codes.to(torch.int16, copy=True), bits)
 
 
@@ -98,12 +98,12 @@ def pack_away(words: Tensor, bits: int | Widths) -> Tensor:
 
 
 def unpack(words: Tensor, bits: int | Widths, channels: int) -> Tensor:
-    """Unpack words `[..., W]` int16 -> codes `[..., D]` uint8."""
+    """Unpacks words `[..., W]` int16 -> codes `[..., D]` uint8."""
     return unpack_columns(words.unsqueeze(-1), bits, channels).squeeze(-1).to(torch.uint8)
 
 
 def unpack_columns(words: Tensor, bits: int | Widths, channels: int) -> Tensor:
-    """Unpack words with tokens last, `[..., W, T]` int16 -> codes `[..., D, T]` int16.
+    """Unpacks words with tokens last, `[..., W, T]` int16 -> codes `[..., D, T]` int16.
 
     With tokens last every plane is one contiguous run for any pattern, so that this is two vectorised operations.
     """
@@ -114,7 +114,7 @@ def unpack_columns(words: Tensor, bits: int | Widths, channels: int) -> Tensor:
 
 
 def byte_parts(width: int) -> list[tuple[int, int]]:
-    """Split a number of `width` bits, 1 ... 16, into parts (bits, first bit) of 8, 4, 2 or 1 bits: 13 = 8 + 4 + 1. Raises
+    """Splits a number of `width` bits, 1 ... 16, into parts (bits, first bit) of 8, 4, 2 or 1 bits: 13 = 8 + 4 + 1. Raises
     ValueError for other widths."""
     if not 1 <= width <= 16:
         raise ValueError(f"a number has 1 ... 16 bits, got {width}")
@@ -132,7 +132,7 @@ def bytes_per_token(count: int, width: int) -> int:
 
 
 def pack_bytes(numbers: Tensor, width: int) -> Tensor:
-    """Pack numbers `[..., n]` (integers below 2**width) -> bytes `[..., B]` uint8, each part plane-split like a word's codes."""
+    """Packs numbers `[..., n]` (integers below 2**width) -> bytes `[..., B]` uint8, each part plane-split like a word's codes."""
     count, packed = numbers.shape[-1], []
     for bits, first in byte_parts(width):
         fields, run = 8 // bits, -(-count * bits // 8)
@@ -143,7 +143,7 @@ def pack_bytes(numbers: Tensor, width: int) -> Tensor:
 
 
 def unpack_bytes(packed: Tensor, width: int, count: int) -> Tensor:
-    """Unpack bytes `[..., B]` uint8 -> numbers `[..., n]` int32."""
+    """Unpacks bytes `[..., B]` uint8 -> numbers `[..., n]` int32."""
     found, at = torch.zeros((), dtype=torch.int32, device=packed.device), 0
     for bits, first in byte_parts(width):
         run = -(-count * bits // 8)

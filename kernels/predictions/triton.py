@@ -46,7 +46,7 @@ def take_off(
     WIDTHS: tl.constexpr, ROW: tl.constexpr, PIECE: tl.constexpr, W: tl.constexpr, WP: tl.constexpr, SIZE_WORDS: tl.constexpr,
     D: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """Store OUT `[rows, heads, tokens, D]`. ROW and SIZE_WORDS are the strides of tokens in WORDS and SIZES; TABLE is
+    """Stores OUT `[rows, heads, tokens, D]`. ROW and SIZE_WORDS are the strides of tokens in WORDS and SIZES; TABLE is
     `[heads, planes * W, D]`, UNIT `[heads, D]`."""
     N: tl.constexpr = plane_count(WIDTHS) * W
     of_row = tl.program_id(0)

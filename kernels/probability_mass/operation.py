@@ -13,7 +13,7 @@ __all__ = ["ScoredTokens", "add_mass_by_position", "mass_by_position", "probabil
 
 
 def probability_mass(spans: Sequence[ScoredTokens], normaliser: Tensor) -> list[Tensor]:
-    """Sum the probabilities exp(score - normaliser) of each token over the query rows of a KV head: for each span float32 `[rows,
+    """Sums the probabilities exp(score - normaliser) of each token over the query rows of a KV head: for each span float32 `[rows,
     kv_heads, n]`. `normaliser [rows, kv_heads, R, 1]`, float32, is the log-sum-exp of each query row over the whole softmax.
     """
     if prefers_triton(normaliser.device) and all(reference.is_served(span) for span in spans):
@@ -35,7 +35,7 @@ def mass_by_position(spans: Sequence[ScoredTokens], normaliser: Tensor, reach: i
 
 
 def add_mass_by_position(spans: Sequence[ScoredTokens], normaliser: Tensor, mass: Tensor) -> None:
-    """Add each token's sum to `mass [rows, kv_heads, reach]`, float32, which may be a view, at the token's position. Tokens that
+    """Adds each token's sum to `mass [rows, kv_heads, reach]`, float32, which may be a view, at the token's position. Tokens that
     are hidden from all query rows, and those whose position is negative or not below `reach`, add nothing. No two of the other
     tokens may have the same position."""
     fits = mass.dtype == torch.float32 and (mass.stride(2) == 1 or mass.shape[2] <= 1)

@@ -1,4 +1,4 @@
-"""Sum attention probabilities over query rows, for up to four spans in one launch. See README.md."""
+"""Sums attention probabilities over query rows, for up to four spans in one launch. See README.md."""
 
 from collections.abc import Sequence
 
@@ -37,7 +37,7 @@ def sum_rows(
     mass_row, mass_head,
     SCATTERED: tl.constexpr, ADDED: tl.constexpr, M: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Store the sums of up to four spans; those whose pointers are None are absent. A program handles some tokens of a span, row
+    """Stores the sums of up to four spans; those whose pointers are None are absent. A program handles some tokens of a span, row
     and KV head. A row and head of MASS has `width` numbers. SCATTERED: a sum is stored at its token's position (`first` + token if
     POSITIONS is None), and hidden tokens are left out. ADDED (with SCATTERED): sums are added to MASS, whose strides are `mass_row`
     and `mass_head`."""
@@ -83,7 +83,7 @@ def sum_span(
     weight_column, weight_token, position_row, position_head, first_position, width, mass_row, mass_head,
     SCATTERED: tl.constexpr, ADDED: tl.constexpr, M: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Sum one span. Query rows are added in order, `M` at once, so that a row's sums do not depend on the batch."""
+    """Sums one span. Query rows are added in order, `M` at once, so that a row's sums do not depend on the batch."""
     if ADDED:
         MASS += row * mass_row + head * mass_head
     else:

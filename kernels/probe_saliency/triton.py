@@ -47,7 +47,7 @@ def tiles_of(channels: int, dtype: torch.dtype, capability: tuple[int, int] = HO
 
 @triton.jit
 def vectors(base, stride, start, stop, D: tl.constexpr, COUNT: tl.constexpr, WIDTH: tl.constexpr, WIDE: tl.constexpr):
-    """Load COUNT vectors of D channels from number `start` on, `[COUNT, WIDTH]`; zeros from number `stop` and channel D on."""
+    """Loads COUNT vectors of D channels from number `start` on, `[COUNT, WIDTH]`; zeros from number `stop` and channel D on."""
     numbers = tl.arange(0, COUNT)
     channels = tl.arange(0, WIDTH)
     inside = (numbers < stop - start)[:, None]
@@ -226,7 +226,7 @@ def attention_mass(
 
 
 def _uploaded(positions: Tensor, edges: Tensor, nearest: int, farthest: int, device: torch.device) -> Tensor:
-    """Upload the probes' positions, followed by the spans of the tiles of keys between `edges`, int32, asynchronously."""
+    """Uploads the probes' positions, followed by the spans of the tiles of keys between `edges`, int32, asynchronously."""
     begin = torch.searchsorted(positions, edges + nearest)
     stop = torch.searchsorted(positions, edges[1:] - 1 + farthest, right=True)
     return upload(torch.cat([positions, begin, stop]), torch.int32, device)

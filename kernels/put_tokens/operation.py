@@ -1,4 +1,4 @@
-"""Store new tokens into slots of pages and other tensors, by the implementation for the device."""
+"""Stores new tokens into slots of pages and other tensors, by the implementation for the device."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -12,7 +12,7 @@ __all__ = ["Put", "put_tokens"]
 
 
 def put_tokens(puts: Sequence[Put]) -> None:
-    """Store the tokens of all `puts`, in any order: no tensor may be both read and written. All are on one device."""
+    """Stores the tokens of all `puts`, in any order: no tensor may be both read and written. All are on one device."""
     if puts and prefers_triton(puts[0].into.device):
         puts = _triton().put_tokens(puts)
     reference.put_tokens(puts)

@@ -1,4 +1,4 @@
-"""Store new tokens of some rows into tensors of many tokens, in plain torch."""
+"""Stores new tokens of some rows into tensors of many tokens, in plain torch."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -28,7 +28,7 @@ class Put(NamedTuple):
 
 
 def put_tokens(puts: Sequence[Put]) -> None:
-    """Store the tokens of all `puts`."""
+    """Stores the tokens of all `puts`."""
     for put in puts:
         rows: Any = slice(None) if put.rows is None else put.rows
         pages: Any = rows if put.pages is None else put.pages

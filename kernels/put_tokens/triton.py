@@ -1,4 +1,4 @@
-"""Copy tokens of each row into several tensors in one launch. See README.md."""
+"""Copies tokens of each row into several tensors in one launch. See README.md."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -34,7 +34,7 @@ def put(
     count_5, slot_5, heads_5, page_5, head_5, token_5, row_5, from_5, at_5, width_5,
     WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Store up to six tensors; a program handles a row, head and tensor. Absent ones are None, which is known at compile time."""
+    """Stores up to six tensors; a program handles a row, head and tensor. Absent ones are None, which is known at compile time."""
     which = tl.program_id(2)
     if which == 0:
         put_one(
@@ -78,7 +78,7 @@ def put_one(
     INTO, TOKENS, ROWS, PAGES, SLOTS, count, slot, heads, into_page, into_head, into_token, from_row, from_head, at, width,
     WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Store one row and head of one tensor. PAGES and SLOTS have a number per row or, if `at` > 0, per row and head; without SLOTS
+    """Stores one row and head of one tensor. PAGES and SLOTS have a number per row or, if `at` > 0, per row and head; without SLOTS
     all use `slot`."""
     # Programs beyond the last row or head copy nothing.
     here = tl.where((tl.program_id(0) < count) & (tl.program_id(1) < heads), width, 0)
@@ -114,7 +114,7 @@ def supports(one: Put) -> bool:
 
 
 def put_tokens(puts: Sequence[Put]) -> list[Put]:
-    """Store all tokens that the kernel supports, and return the other `puts`."""
+    """Stores all tokens that the kernel supports, and returns the other `puts`."""
     some, others = list[Put](), list[Put]()
     for one in puts:
         if not supports(one):

@@ -32,8 +32,8 @@ def quotient(y, divisor, HALF: tl.constexpr):
 def load_values(
     x, center, half, balance, row, head, positions, channels, mask, s_row, s_head, s_token, s_channel, D: tl.constexpr
 ):
-    """Load a tile of x and apply the `Prologue`: y = (x - center) / half * balance in float32. `positions` (int64) and `channels`
-    broadcast to the tile's shape."""
+    """Loads a tile of x and applies the `Prologue`: y = (x - center) / half * balance in float32. `positions` (int64) and
+    `channels` broadcast to the tile's shape."""
     tile = x + row * s_row + head * s_head
     y = tl.load(tile + positions * s_token + channels * s_channel, mask=mask, other=0.0).to(tl.float32)
     own = (row * tl.num_programs(1) + head) * D + channels
@@ -58,7 +58,7 @@ def source_positions(order, row, head, tokens, total):
 
 @triton.jit
 def as_stored(value, HALF: tl.constexpr):
-    """Round a parameter as it is stored (HALF: float16, clamped to its range), and return it in float32."""
+    """Rounds a parameter as it is stored (HALF: float16, clamped to its range), and returns it in float32."""
     half = tl.minimum(tl.maximum(value, -65504.0), 65504.0).to(tl.float16).to(tl.float32)
     if not HALF:
         half = tl.where(tl.abs(value) <= 65504.0, half, value)

@@ -1,4 +1,4 @@
-"""Quantise tokens and pack their codes, with measured ranges (`encode_uniform`) or calibrated ones (`encode_fixed`)."""
+"""Quantises tokens and packs their codes, with measured ranges (`encode_uniform`) or calibrated ones (`encode_fixed`)."""
 
 from functools import cache
 from types import ModuleType
@@ -22,7 +22,7 @@ def encode_uniform(
     across_heads: bool = False,
     prologue: Prologue = IDENTITY,
 ) -> tuple[Tensor, Tensor]:
-    """Measure the range of every group, round its scale and zero point as stored, quantise with the stored numbers, and pack.
+    """Measures the range of every group, round its scale and zero point as stored, quantise with the stored numbers, and pack.
 
     Args:
         x: `[..., kv_heads, T, D]`, float32, float16 or bfloat16, finite.
@@ -66,7 +66,7 @@ def encode_pair(
 
 
 def encode_fixed(x: Tensor, bits: int, clip: Tensor | float, prologue: Prologue = IDENTITY) -> Tensor:
-    """Quantise with the fixed range [-clip, clip], to which a calibrated transform has scaled the tokens, and pack.
+    """Quantises with the fixed range [-clip, clip], to which a calibrated transform has scaled the tokens, and pack.
 
     Args:
         x, bits, prologue: as for `encode_uniform`.

@@ -16,7 +16,7 @@ def by_planes(
     D: tl.constexpr, BITS: tl.constexpr, W: tl.constexpr, COLUMN: tl.constexpr, MEASURED: tl.constexpr,
     TOKENS: tl.constexpr, W_UP: tl.constexpr, D_UP: tl.constexpr,
 ):  # fmt: skip
-    """Quantise `step` tokens with the `parameters` of groups (group, COLUMN), or with the range [-bound, bound] if `parameters` is
+    """Quantises `step` tokens with the `parameters` of groups (group, COLUMN), or with the range [-bound, bound] if `parameters` is
     None. `p_row` and `p_head` are strides of parameters in groups of tokens; the numbers per group are a constant, so that loads
     can be wide.
 

@@ -1,4 +1,4 @@
-"""Gather and affine map of tokens before they are quantised."""
+"""Gathers and affine map of tokens before they are quantised."""
 
 from dataclasses import dataclass
 
@@ -31,11 +31,11 @@ class Prologue:
         return self.center is self.half is self.balance is None
 
     def gathered(self, x: Tensor) -> Tensor:
-        """Gather x `[rows, kv_heads, T, D]` by `order`: `[rows, kv_heads, n, D]`."""
+        """Gathers x `[rows, kv_heads, T, D]` by `order`: `[rows, kv_heads, n, D]`."""
         return x if self.order is None else x.gather(-2, self.order[..., None].expand(*self.order.shape, x.shape[-1]))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply all steps to x `[rows, kv_heads, T, D]`: y float32 `[rows, kv_heads, n, D]`."""
+        """Applies all steps to x `[rows, kv_heads, T, D]`: y float32 `[rows, kv_heads, n, D]`."""
         y = self.gathered(x).float()
         y = y if self.center is None else y - self.center
         y = y if (divisor := self.divisor) is None else y / divisor

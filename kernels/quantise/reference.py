@@ -66,7 +66,7 @@ def dequantise(codes: Tensor, parameters: Tensor, group: tuple[int, int]) -> Ten
 
 
 def rounded(x: Tensor, parameters: Tensor, group: tuple[int, int], bits: int, out: Tensor) -> Tensor:
-    """Write `dequantise(quantise(x))`, bit by bit the same but without int16 codes, to `out`: `x [..., T, D]` float32."""
+    """Writes `dequantise(quantise(x))`, bit by bit the same but without int16 codes, to `out`: `x [..., T, D]` float32."""
     scale, zero = parameters.float()[..., :, None, :, None].chunk(2, -2)
     groups = grouped(out, group)
     torch.sub(grouped(x, group), zero, out=groups).div_(scale.clamp_min(torch.finfo(torch.float32).tiny))
@@ -77,7 +77,7 @@ def rounded(x: Tensor, parameters: Tensor, group: tuple[int, int], bits: int, ou
 def stored_parameters(
     y: Tensor, group: tuple[int, int], bits: int, clip: Tensor | float, dtype: torch.dtype, across_heads: bool
 ) -> Tensor:
-    """Measure the parameters of the groups of `y` and round them as stored; plain torch."""
+    """Measures the parameters of the groups of `y` and rounds them as stored; plain torch."""
     if across_heads:
         y = y.transpose(1, 2).flatten(2)[:, None]
         group = (group[0], y.shape[-1])
@@ -85,7 +85,7 @@ def stored_parameters(
 
 
 def as_stored(parameters: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round parameters to the stored dtype: float16, clamped to its range, or float32, where numbers within the range of float16
+    """Rounds parameters to the stored dtype: float16, clamped to its range, or float32, where numbers within the range of float16
     are rounded to it."""
     if dtype == torch.float32:
         return torch.where(parameters.abs() <= HALF_MAX, parameters.half().float(), parameters)

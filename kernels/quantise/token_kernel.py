@@ -15,7 +15,7 @@ def token_groups(
     D: tl.constexpr, BITS: tl.constexpr, W: tl.constexpr, SPAN: tl.constexpr, RUNS: tl.constexpr, RUN: tl.constexpr,
     TOKENS: tl.constexpr, RUNS_UP: tl.constexpr, RUN_UP: tl.constexpr,
 ):  # fmt: skip
-    """Encode the groups (1, g) of x and, in further programs, of x_1 (None: absent), which has the same layout; with x_1 there is
+    """Encodes the groups (1, g) of x and, in further programs, of x_1 (None: absent), which has the same layout; with x_1 there is
     no prologue."""
     row = tl.program_id(2)
     if x_1 is None:
@@ -41,7 +41,7 @@ def grouped(
     D: tl.constexpr, BITS: tl.constexpr, W: tl.constexpr, SPAN: tl.constexpr, RUNS: tl.constexpr, RUN: tl.constexpr,
     TOKENS: tl.constexpr, RUNS_UP: tl.constexpr, RUN_UP: tl.constexpr,
 ):  # fmt: skip
-    """Encode one row and head of one tensor. A plane has RUNS runs of RUN channels; a group is one run, or SPAN whole planes."""
+    """Encodes one row and head of one tensor. A plane has RUNS runs of RUN channels; a group is one run, or SPAN whole planes."""
     head, row = tl.program_id(1).to(tl.int64), row.to(tl.int64)
     COLUMNS: tl.constexpr = (D + SPAN * RUN - 1) // (SPAN * RUN)
     HALF: tl.constexpr = parameters.dtype.element_ty == tl.float16

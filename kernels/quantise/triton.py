@@ -1,4 +1,4 @@
-"""Launch `token_kernel.py` and `plane_kernel.py`: which groups each supports, and the sizes of tiles.
+"""Launches `token_kernel.py` and `plane_kernel.py`: which groups each supports, and the sizes of tiles.
 
 Both read x `[rows, kv_heads, T, D]` with any strides, apply the `Prologue`, and write words `[rows, kv_heads, n, W]`. The results
 equal the reference's bit by bit, so multiplications and additions must not be fused: every launch has `enable_fp_fusion=False`.
@@ -25,7 +25,7 @@ TILE = 2048  # values of a plane that a program holds
 
 
 def new_buffer(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Allocate an uninitialised result."""
+    """Allocates an uninitialised result."""
     return torch.empty(*shape, dtype=dtype, device=device)  # faster than with a tuple
 
 
@@ -131,7 +131,7 @@ def encode_fixed(x: Tensor, bits: int, clip: Tensor | float, prologue: Prologue 
 
 
 def _words(x: Tensor, bits: int, prologue: Prologue) -> Tensor:
-    """Allocate the words."""
+    """Allocates the words."""
     total = x.shape[2] if prologue.order is None else prologue.order.shape[-1]
     return new_buffer((*x.shape[:2], total, words_per_token(x.shape[-1], bits)), dtype=torch.int16, device=x.device)
 
@@ -160,7 +160,7 @@ def _token_groups(
     group: int,
     bits: int,
 ) -> None:
-    """Launch `token_groups`. `operands`: x, prologue, clip, words, parameters; `others`: x, clip, words, parameters of the second
+    """Launches `token_groups`. `operands`: x, prologue, clip, words, parameters; `others`: x, clip, words, parameters of the second
     tensor of a pair, or None."""
     x, words = operands[0], operands[6]
     assert x is not None and words is not None

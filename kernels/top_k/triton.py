@@ -24,14 +24,14 @@ DIGITS = tl.constexpr(256)
 
 @triton.jit
 def rising(scores):
-    """Map float32 scores to uint32 keys of the same order; 0.0 and -0.0 get the same key."""
+    """Maps float32 scores to uint32 keys of the same order; 0.0 and -0.0 get the same key."""
     bits = tl.where(scores == 0.0, 0.0, scores).to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) | SIGN)).to(tl.uint32, bitcast=True)
 
 
 @triton.jit
 def largest(scores, ends, chosen, others, row_stride, head_stride, heads, tokens, k, TILE: tl.constexpr):
-    """Store to `chosen [rows, heads, k]` the positions of the k largest of `scores [rows, heads, tokens]`, or of those between a
+    """Stores to `chosen [rows, heads, k]` the positions of the k largest of `scores [rows, heads, tokens]`, or of those between a
     row's two `ends`. With `others [rows, heads, tokens - k]` all positions are divided between both: -inf is then treated as any
     score."""
     pair = tl.cast(tl.program_id(0), tl.int64)

@@ -1,4 +1,4 @@
-"""Call `trellis.c`: encode components as trellis-coded words, and decode words to levels, on a CPU. The result of a token depends
+"""Calls `trellis.c`: encode components as trellis-coded words, and decode words to levels, on a CPU. The result of a token depends
 on neither other tokens nor the number of threads."""
 
 import ctypes

@@ -9,7 +9,7 @@ from calib.kernels.trellis import cpu, reference
 
 
 def trellis_words(y: Tensor, widths: Widths, counts: tuple[int, ...], weights: Tensor) -> Tensor:
-    """Encode components: words of the trellis path with the least weighted squared error; the same bits on every device.
+    """Encodes components: words of the trellis path with the least weighted squared error; the same bits on every device.
 
     Args:
         y: components in units of their ranges, [-1, 1], in plane form (`kernels/pack/heads.py`), float32 `[batch, kv_heads, tokens,
@@ -34,7 +34,7 @@ def trellis_words(y: Tensor, widths: Widths, counts: tuple[int, ...], weights: T
 
 
 def trellis_levels(words: Tensor, widths: Widths, counts: tuple[int, ...]) -> Tensor:
-    """Decode a tile's words `[..., 1, sum(counts), T]` to the numbers i of levels y^ = 2^-b (i + 1/2) - 1: int16 `[..., kv_heads,
+    """Decodes a tile's words `[..., 1, sum(counts), T]` to the numbers i of levels y^ = 2^-b (i + 1/2) - 1: int16 `[..., kv_heads,
     components, T]`, in plane form. Components beyond a head's own words get any number of that many bits."""
     if cpu.reads(words):
         return cpu.trellis_levels(words, widths, counts)

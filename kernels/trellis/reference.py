@@ -56,17 +56,17 @@ def trellis_levels(words: Tensor, widths: Widths, counts: tuple[int, ...]) -> Te
 
 
 def inside(at: Tensor, top: Tensor) -> Tensor:
-    """Clamp `at`, in steps from level 0, to at most `OUTSIDE` steps outside all levels; NaN becomes -`OUTSIDE`."""
+    """Clamps `at`, in steps from level 0, to at most `OUTSIDE` steps outside all levels; NaN becomes -`OUTSIDE`."""
     return torch.minimum(at.nan_to_num(nan=-OUTSIDE).clamp_(min=-OUTSIDE), SUBSETS * top + OUTSIDE)
 
 
 def _along_path(x: Tensor, fields: int) -> Tensor:
-    """Reorder `x [..., components]` in plane form to contiguous `[components, ...]` in the order of the path: word by word."""
+    """Reorders `x [..., components]` in plane form to contiguous `[components, ...]` in the order of the path: word by word."""
     return x.movedim(-1, 0).unflatten(0, (fields, -1)).transpose(0, 1).flatten(0, 1).contiguous()
 
 
 def _in_planes(x: Tensor, fields: int) -> Tensor:
-    """Reorder `x [components, ...]` in the order of the path to plane form."""
+    """Reorders `x [components, ...]` in the order of the path to plane form."""
     return x.unflatten(0, (-1, fields)).transpose(0, 1).flatten(0, 1)
 
 
@@ -135,7 +135,7 @@ def squared_errors(at: Tensor, top: Tensor, weight: Tensor, out: Tensor) -> None
 
 
 def _followed_back(cost: Tensor, came: Tensor) -> Tensor:
-    """Trace the path back from the state of least cost (of equal ones the lowest); return its u, int16 `[components, rows]`.
+    """Traces the path back from the state of least cost (of equal ones the lowest); returns its u, int16 `[components, rows]`.
 
     `came`, int32 of that shape, is eight times a number whose bit s is 1 if the best path into state s comes by h = 1.
     """
@@ -151,7 +151,7 @@ def _followed_back(cost: Tensor, came: Tensor) -> Tensor:
 
 
 def _in_bits(flags: Tensor) -> Tensor:
-    """Combine `flags [..., STATES, rows]`, 0 or 1, to the bits of a number: int32 `[..., rows]`."""
+    """Combines `flags [..., STATES, rows]`, 0 or 1, to the bits of a number: int32 `[..., rows]`."""
     return torch.matmul(_powers(flags.device), flags).to(torch.int32)
 
 

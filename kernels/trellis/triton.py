@@ -45,7 +45,7 @@ def came_by(state, third):
 
 @triton.jit
 def _in_steps(at, mask, HALF: tl.constexpr):
-    """Load components in steps from level 0, clamped as by `reference.inside`; 0 is loaded where there is no token."""
+    """Loads components in steps from level 0, clamped as by `reference.inside`; 0 is loaded where there is no token."""
     scaled = tl.load(at, mask=mask, other=0.0) * (2 * HALF)
     steps = scaled + (2 * HALF - 0.5)
     steps = tl.where(steps == steps, steps, -_OUTSIDE)

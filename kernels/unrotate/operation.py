@@ -1,4 +1,4 @@
-"""Undo RoPE of keys, by the implementation for the device."""
+"""Undoes RoPE of keys, by the implementation for the device."""
 
 from torch import Tensor
 
@@ -7,7 +7,7 @@ from calib.kernels.unrotate import reference
 
 
 def unrotated(keys: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Undo half-split RoPE, which has rotated the channels (i, i + r/2) of the first r.
+    """Undoes half-split RoPE, which has rotated the channels (i, i + r/2) of the first r.
 
     Args:
         keys: `[rows, heads, n, D]`, float32, float16 or bfloat16.

@@ -5,7 +5,7 @@ from torch import Tensor
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate `x [rows, heads, n, D]` by half-split RoPE with `cos` and `sin [..., n, r/2]`; with `-sin`, rotate back."""
+    """Rotates `x [rows, heads, n, D]` by half-split RoPE with `cos` and `sin [..., n, r/2]`; with `-sin`, rotate back."""
     half = cos.shape[-1]
     first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], -1)

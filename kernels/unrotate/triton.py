@@ -1,4 +1,4 @@
-"""Undo RoPE of keys in one launch: keys are read once, in their dtype, and written once, in float32.
+"""Undoes RoPE of keys in one launch: keys are read once, in their dtype, and written once, in float32.
 
 Results equal the reference's bit by bit, so multiplications and additions must not be fused: `enable_fp_fusion=False`.
 """
@@ -20,7 +20,7 @@ def turn_back(
     x, COS, SIN, UNROTATED, total, s_row, s_head, s_token, s_turn,
     D: tl.constexpr, HALF: tl.constexpr, HALF_UP: tl.constexpr, REST_UP: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Store UNROTATED; a program handles some tokens of a row and head. Channels from 2 HALF on are copied. `s_turn`: stride of
+    """Stores UNROTATED; a program handles some tokens of a row and head. Channels from 2 HALF on are copied. `s_turn`: stride of
     rows in COS and SIN, 0 if all rows share them."""
     head, row = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     token = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)[:, None]

@@ -73,7 +73,7 @@ class Artifact:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Artifact":
-        """Read the file at `path` and check all of it; raises `ArtifactError`, whose message begins with the path."""
+        """Reads the file at `path` and checks all of it; raises `ArtifactError`, whose message begins with the path."""
         if not isinstance(path, str | os.PathLike):
             raise ArtifactError(f"got {printable(path)}, expected the path of an artifact; `calib fit` writes one")
         try:
@@ -93,7 +93,7 @@ class Artifact:
             raise ArtifactError(f"{path}: {error}") from error
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the file under a temporary name and rename it: if the process is killed, the old file or none is left.
+        """Writes the file under a temporary name and renames it: if the process is killed, the old file or none is left.
 
         Equal content gives equal bytes. Raises `ArtifactError` if the file cannot be written.
         """
@@ -121,7 +121,7 @@ class Artifact:
         local_files_only: bool = False,
         token: Token = None,
     ) -> "Artifact":
-        """Load a file, the artifact in a folder, or the one in a repository of the hub (`owner/name`).
+        """Loads a file, the artifact in a folder, or the one in a repository of the hub (`owner/name`).
 
         A path that exists locally is used, without a request to the hub. A download is kept in the hub's cache and used
         again, also without a network (HF_HUB_OFFLINE=1). Raises `ArtifactError`, whose message never holds a token.
@@ -158,7 +158,7 @@ class Artifact:
         repo_id: str | None = None,
         **options: Any,
     ) -> None:
-        """Write `calib.safetensors` and its card README.md into `folder`, which is created if it is missing.
+        """Writes `calib.safetensors` and its card README.md into `folder`, which is created if it is missing.
 
         A README.md that is not calib's (a model's own) stays. Raises `ArtifactError`.
 
@@ -191,7 +191,7 @@ class Artifact:
         license: str | None = None,
         base_model: str | None = None,
     ) -> "CommitInfo":
-        """Upload `calib.safetensors` and its card as one commit, and return the hub's information on it.
+        """Uploads `calib.safetensors` and its card as one commit, and returns the hub's information on it.
 
         The repository and the branch are created if they are missing. A README.md there that is not calib's stays. Raises
         `ArtifactError`, whose message never holds a token.
@@ -219,7 +219,7 @@ class Artifact:
         )
 
     def check(self, model: "PreTrainedModel", allow_finetuned: bool = False) -> None:
-        """Raise `ArtifactError` naming the first field in which `model` differs from the one that this was fitted on.
+        """Raises `ArtifactError` naming the first field in which `model` differs from the one that this was fitted on.
 
         Args:
             model: the model that the artifact is to be used with.
@@ -232,7 +232,7 @@ class Artifact:
         return name in self.tensors
 
     def tensor(self, name: str, wanted_by: str = "") -> Tensor:
-        """Return tensor `name`; raises `ArtifactError` if it is missing, naming the method `wanted_by` and its calibrator."""
+        """Returns tensor `name`; raises `ArtifactError` if it is missing, naming the method `wanted_by` and its calibrator."""
         if name in self.tensors:
             return self.tensors[name]
         shown = printable(name)
@@ -246,7 +246,7 @@ class Artifact:
         raise ArtifactError(f"{who} is not in this artifact; {measured_by} of `{fit}` measures it; it holds {there}")
 
     def clip(self, stream: str, form: str, bits: int) -> Tensor:
-        """Return the clip factors `[layers, kv_heads]`, float32 in (0, 1], of one stream, group geometry and bit width.
+        """Returns the clip factors `[layers, kv_heads]`, float32 in (0, 1], of one stream, group geometry and bit width.
 
         stream: `keys` or `values`. form: `32x1`, `1x32`, `1x*`, `fixed`, `scaled.1x32`, ... Raises `ArtifactError`.
         """
@@ -265,7 +265,8 @@ class Artifact:
 
 
 def check_tensor(name: str, tensor: Tensor) -> None:
-    """Raise `ArtifactError` unless a tensor, registered or not, has a valid name, a storable dtype and shape, and finite values."""
+    """Raises `ArtifactError` unless a tensor, registered or not, has a valid name, a storable dtype and shape, and finite
+    values."""
     artifact_file.check_name(name)
     if tensor.dtype not in artifact_file.DTYPES or tensor.dim() > artifact_file.MOST_AXES:
         known = ", ".join(str(dtype).removeprefix("torch.") for dtype in artifact_file.DTYPES)
@@ -281,7 +282,7 @@ def check_tensor(name: str, tensor: Tensor) -> None:
 
 
 def check_clip_bits(bits: Sequence[int]) -> tuple[int, ...]:
-    """Return `bits` as a tuple; raises `ArtifactError` unless they are increasing widths from 1 to 16."""
+    """Returns `bits` as a tuple; raises `ArtifactError` unless they are increasing widths from 1 to 16."""
     good = all(type(width) is int and 1 <= width <= 16 for width in bits) and list(bits) == sorted(set(bits))
     if not good:
         raise ArtifactError(

@@ -98,7 +98,7 @@ class Allocator:
         return self.unit * WORD_BITS / (self.heads * self.channels) + self.size_bits
 
     def at_bits(self, bits: float) -> Allocation:
-        """Return the allocation with the least error at `bits` per value; raises ValueError for a budget that cannot be met."""
+        """Returns the allocation with the least error at `bits` per value; raises ValueError for a budget that cannot be met."""
         if type(bits) not in (float, int) or not self.least_bits <= bits <= MOST_BITS:
             raise ValueError(
                 f"bits must be a number from {self.least_bits:.3g} (a word a layer) to {MOST_BITS}, "
@@ -114,7 +114,7 @@ class Allocator:
         return self._known["bits", bits]
 
     def at_error(self, error: float) -> Allocation:
-        """Return an allocation with at most this error, and nearly (to some per cent) the fewest bits for it; raises ValueError if
+        """Returns an allocation with at most this error, and nearly (to some per cent) the fewest bits for it; raises ValueError if
         no budget has so small an error."""
         least = self.at_bits(MOST_BITS).error
         if not error >= least:
@@ -164,7 +164,7 @@ class Allocator:
         return chosen, counts
 
     def _spent(self, chosen: Tensor, counts: Tensor, budget: int) -> Tensor:
-        """Assign the words of the budget that the price has left where they reduce the error most for each word."""
+        """Assigns the words of the budget that the price has left where they reduce the error most for each word."""
         curves, left = _of(self.curves, chosen).flatten(0, 1), budget - int(counts.sum())
         counts = counts.flatten()
         while left > 0:

@@ -19,7 +19,7 @@ HALVINGS = 60  # bisections of the range of prices, in logarithms: down to the r
 
 
 def widths_at(errors: Mapping[str, Tensor], bits: float) -> Allocation:
-    """Return the allocation with the least error at `bits` per value, or a little fewer.
+    """Returns the allocation with the least error at `bits` per value, or a little fewer.
 
     Args:
         errors: for "keys" and "values", float `[layers, 1, W, 9]` at 0 ... 8 bits, the component that varies most first.

@@ -91,7 +91,7 @@ def stem_of(role: str, rope: str) -> str:
 
 
 def allocator(artifact: Artifact, coding: Coding | None = None) -> Allocator:
-    """Return the allocator of bits for the artifact's `errors` tensors and a coding (None: the default one); cached."""
+    """Returns the allocator of bits for the artifact's `errors` tensors and a coding (None: the default one); cached."""
     own, coding = _allocators.setdefault(artifact, {}), coding or coding_of(artifact)
     if coding not in own:
         left = torch.tensor(TRELLIS_ERRORS if coding.trellis else (1.0,) * (MOST_BITS + 1))
@@ -108,7 +108,7 @@ def positions_measured(artifact: Artifact) -> int | None:
 
 
 def error_at(artifact: Artifact, loss: float, coding: Coding | None = None) -> float:
-    """Return the predicted error at which the fit measured `loss` (nats a token), interpolated in logarithms between its points.
+    """Returns the predicted error at which the fit measured `loss` (nats a token), interpolated in logarithms between its points.
 
     Raises ValueError for a loss outside what the fit measured, or for a coding without measured losses.
     """
@@ -122,7 +122,7 @@ def error_at(artifact: Artifact, loss: float, coding: Coding | None = None) -> f
 
 
 def loss_at(artifact: Artifact, error: float, coding: Coding | None = None) -> float:
-    """Return the loss to expect at a predicted error, in nats a token, interpolated in logarithms between the fit's points;
+    """Returns the loss to expect at a predicted error, in nats a token, interpolated in logarithms between the fit's points;
     extrapolated from the nearest two beyond them."""
     errors, losses = _curve(artifact, coding)
     at = math.log(error) if error > 0 else LEAST_LOG
@@ -182,7 +182,7 @@ class LayerCodes:
 
 
 def layer_codes(artifact: Artifact, role: str, layer: int, words: Words, coding: Coding) -> LayerCodes:
-    """Return basis and codec of a layer's keys or values, for the components that have fields in `words`, in plane form.
+    """Returns basis and codec of a layer's keys or values, for the components that have fields in `words`, in plane form.
 
     Raises `ArtifactError` if the basis cannot be inverted, or if ranges are too large to compute with in float32.
     """
@@ -226,7 +226,8 @@ def layer_codes(artifact: Artifact, role: str, layer: int, words: Words, coding:
 
 
 def prediction(artifact: Artifact, layer: int, keys: LayerCodes) -> Prediction:
-    """Return the prediction of a layer's values from the codes of its keys; raises `ArtifactError` if predictions are too large."""
+    """Returns the prediction of a layer's values from the codes of its keys; raises `ArtifactError` if predictions are too
+    large."""
     matrix = artifact.tensor(f"{PREDICTED}.matrix", READER)[layer].double()
     half_steps = keys.half_steps @ matrix.mT
     reach = half_steps.abs().sum(1).amax() * 2.0**MOST_BITS
@@ -254,7 +255,7 @@ def _inverse(name: str, layer: int, rows: Tensor) -> Tensor:
 
 
 def _check_ranges(stem: str, layer: int, rows: Tensor, columns: Tensor, ranges: Tensor, spread: Tensor) -> None:
-    """Raise `ArtifactError` if components' `ranges [kv_heads, D, 8]` are too large in channels, or channels' deviations `spread
+    """Raises `ArtifactError` if components' `ranges [kv_heads, D, 8]` are too large in channels, or channels' deviations `spread
     [kv_heads, D]` too large, absolutely or in ranges, for float32."""
     reach = (columns.abs() * ranges.amax(-1)[:, None]).amax((-2, -1))
     told = (rows.abs() * spread[:, None] / ranges.amin(-1)[..., None]).amax((-2, -1))

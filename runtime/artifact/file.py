@@ -45,7 +45,7 @@ AGAIN = "copy the file again, or write it anew with `calib fit`"
 
 
 def encode(tensors: Mapping[str, Tensor], document: Mapping[str, Any]) -> bytes:
-    """Return the file's bytes for CPU `tensors` and `document` (plain JSON: fingerprint, provenance, clip_bits).
+    """Returns the file's bytes for CPU `tensors` and `document` (plain JSON: fingerprint, provenance, clip_bits).
 
     Raises `ArtifactError` if the header would be longer than `decode` accepts.
     """
@@ -69,7 +69,7 @@ def encode(tensors: Mapping[str, Tensor], document: Mapping[str, Any]) -> bytes:
 
 
 def decode(file: BinaryIO, size: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the tensors and the document (without the checksums) of a file of `size` bytes; raises `ArtifactError`.
+    """Returns the tensors and the document (without the checksums) of a file of `size` bytes; raises `ArtifactError`.
 
     Tensors are read only after the header was checked, so that a file of a model's weights is refused without reading them.
     """
@@ -103,7 +103,7 @@ def beginning(checksum: object) -> str:
 
 
 def read_header(data: bytes, size: int) -> tuple[dict[str, Any], int]:
-    """Return the header's JSON object and the number of bytes after it, from the first bytes `data` of a file of `size` bytes;
+    """Returns the header's JSON object and the number of bytes after it, from the first bytes `data` of a file of `size` bytes;
     raises `ArtifactError`."""
     alien = "found no safetensors header, expected an artifact of `calib fit`"
     if not data:
@@ -127,7 +127,7 @@ def read_header(data: bytes, size: int) -> tuple[dict[str, Any], int]:
 
 
 def read_document(metadata: object) -> dict[str, Any]:
-    """Return the JSON in the metadata after checking version, keys, checksum and every field's type; raises `ArtifactError`."""
+    """Returns the JSON in the metadata after checking version, keys, checksum and every field's type; raises `ArtifactError`."""
     if not isinstance(metadata, dict) or not {"format_version", "calib"} & metadata.keys():
         raise ArtifactError(
             "found a safetensors file without calib metadata (a model's weights?), expected an artifact; "
@@ -175,7 +175,7 @@ def read_document(metadata: object) -> dict[str, Any]:
 
 
 def check_layout(header: dict[str, Any], listed: dict[str, Any], stored_bytes: int) -> None:
-    """Raise `ArtifactError` unless the header has the tensors that the metadata lists, with their dtypes and shapes, and the file
+    """Raises `ArtifactError` unless the header has the tensors that the metadata lists, with their dtypes and shapes, and the file
     has exactly their bytes."""
     if len(listed) > MOST_TENSORS:
         raise ArtifactError(f"found {len(listed)} tensors, expected at most {MOST_TENSORS}; {FIT_AGAIN}")
@@ -193,7 +193,7 @@ def check_layout(header: dict[str, Any], listed: dict[str, Any], stored_bytes: i
 
 
 def check_entry(name: str, found: object, expected: object) -> int:
-    """Check a tensor's entry in the header against the metadata and torch's limits; return the offset of its end in bytes."""
+    """Checks a tensor's entry in the header against the metadata and torch's limits; returns the offset of its end in bytes."""
     shown = printable(name)
     check_name(name)
     if not isinstance(expected, dict) or expected.keys() != {"dtype", "shape", "sha256"}:
@@ -225,7 +225,7 @@ def check_entry(name: str, found: object, expected: object) -> int:
 
 
 def check_name(name: object) -> None:
-    """Raise `ArtifactError` unless `name` is valid for a tensor."""
+    """Raises `ArtifactError` unless `name` is valid for a tensor."""
     text = isinstance(name, str) and 0 < len(name) <= LONGEST_NAME and name.isprintable()
     if not text or name == "__metadata__":
         raise ArtifactError(

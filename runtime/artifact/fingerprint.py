@@ -69,7 +69,7 @@ OTHER_MODEL = "load the model this artifact was fitted on, or run `calib fit` on
 
 
 def fingerprint(model: "PreTrainedModel") -> dict[str, Any]:
-    """Return the fingerprint of a causal language model, as plain JSON.
+    """Returns the fingerprint of a causal language model, as plain JSON.
 
     architecture: the configuration's model type. layers, heads, kv_heads, head_dim, vocab_size: integers. rope: its
     parameters or None. config: the text model's configuration without volatile fields; config_hash: its SHA-256.
@@ -152,7 +152,7 @@ def offloaded(module: torch.nn.Module) -> Tensor | None:
 
 
 def check_fields(found: Mapping[str, Any]) -> None:
-    """Raise `ArtifactError` if a fingerprint lacks a field or a field has a wrong type or value."""
+    """Raises `ArtifactError` if a fingerprint lacks a field or a field has a wrong type or value."""
     for field in (*FIELDS, "config"):
         if field not in found:
             raise ArtifactError(f"the fingerprint has no field {field!r}, expected {', '.join(FIELDS)}; {FIT_AGAIN}")
@@ -179,7 +179,7 @@ def check_fields(found: Mapping[str, Any]) -> None:
 
 
 def compare(fitted: Mapping[str, Any], running: Mapping[str, Any], allow_finetuned: bool = False) -> None:
-    """Raise `ArtifactError` naming the first field of `FIELDS` in which the running model differs from the fitted one."""
+    """Raises `ArtifactError` naming the first field of `FIELDS` in which the running model differs from the fitted one."""
     for field in FIELDS[:-1]:
         if fitted[field] == running[field]:
             continue

@@ -8,7 +8,7 @@ from calib.runtime.messages.printable import printable
 
 
 def check_shape(name: str, tensor: Tensor, expected: list[int], axes: str, dtype: torch.dtype = float32) -> None:
-    """Raise `ArtifactError` unless `tensor` has `dtype` and the shape `expected`, whose axes a message calls `axes`."""
+    """Raises `ArtifactError` unless `tensor` has `dtype` and the shape `expected`, whose axes a message calls `axes`."""
     if list(tensor.shape) != expected or tensor.dtype != dtype:
         raise ArtifactError(
             f"tensor {printable(name)} is {tensor.dtype} {list(tensor.shape)}, expected {dtype} {expected} = {axes} "
@@ -17,7 +17,7 @@ def check_shape(name: str, tensor: Tensor, expected: list[int], axes: str, dtype
 
 
 def check_values(name: str, tensor: Tensor, least: float, most: float) -> None:
-    """Raise `ArtifactError` unless every entry is from `least` to `most`; NaN is not."""
+    """Raises `ArtifactError` unless every entry is from `least` to `most`; NaN is not."""
     if tensor.numel() == 0:
         return
     low, high = (end.item() for end in torch.aminmax(tensor))

@@ -180,7 +180,7 @@ RESIDUAL_BITS = tuple(str(bits) for bits in range(1, 9))
 
 
 def registered(name: str) -> Registered | None:
-    """Return the requirements of tensor `name`, or None if it is not registered."""
+    """Returns the requirements of tensor `name`, or None if it is not registered."""
     if clip_form(name):
         return CLIP
     return RESIDUAL if residual_form(name) else TABLE.get(name)
@@ -217,7 +217,7 @@ def option_of(name: str) -> str:
 def check_registered(
     tensors: Mapping[str, Tensor], layers: int, kv_heads: int, head_dim: int, clip_bits: Sequence[int]
 ) -> None:
-    """Raise `ArtifactError` if a registered tensor does not have the required dtype, shape or values."""
+    """Raises `ArtifactError` if a registered tensor does not have the required dtype, shape or values."""
     sizes = {"layers": layers, "kv_heads": kv_heads, "head_dim": head_dim, "len(clip_bits)": len(clip_bits)}
     width = kv_heads * head_dim
     sizes |= {"width": width, "2 width": 2 * width, "3 width": 3 * width}
@@ -242,7 +242,7 @@ def check_registered(
 
 
 def check_one(name: str, tensor: Tensor, promised: Registered, sizes: Sizes) -> None:
-    """Check one tensor; raises `ArtifactError`, also if a tensor is missing that determines the size of an axis."""
+    """Checks one tensor; raises `ArtifactError`, also if a tensor is missing that determines the size of an axis."""
     expected = []
     for number, axis in enumerate(promised.axes):
         found = tensor.shape[number] if number < tensor.dim() else 0

@@ -23,21 +23,21 @@ LISTED = 120  # characters of a list of numbers
 
 
 def check_shares(name: str, shares: Tensor, sizes: Sizes) -> None:
-    """Check shares of outliers `[n]`: increasing, above 0 and below 1."""
+    """Checks shares of outliers `[n]`: increasing, above 0 and below 1."""
     if not bool((shares > 0).all() & (shares < 1).all() & (shares.diff() > 0).all()):
         found = shortened(", ".join(f"{share:.6g}" for share in shares[:LISTED].tolist()), LISTED)
         raise ArtifactError(f"tensor {name!r} is {found}, expected increasing numbers above 0 and below 1; {FIT_AGAIN}")
 
 
 def check_nuq_shares(name: str, shares: Tensor, sizes: Sizes) -> None:
-    """Check shares of outliers for non-uniform levels, `[n]`: increasing, from 0 and below 1."""
+    """Checks shares of outliers for non-uniform levels, `[n]`: increasing, from 0 and below 1."""
     if not bool((shares >= 0).all() & (shares < 1).all() & (shares.diff() > 0).all()):
         found = shortened(", ".join(f"{share:.6g}" for share in shares[:LISTED].tolist()), LISTED)
         raise ArtifactError(f"tensor {name!r} is {found}, expected increasing numbers from 0 and below 1; {FIT_AGAIN}")
 
 
 def check_levels(name: str, levels: Tensor, sizes: Sizes) -> None:
-    """Check levels `[layers, shares, levels]`: none below the one before."""
+    """Checks levels `[layers, shares, levels]`: none below the one before."""
     falling = (levels.diff(dim=-1) < 0).any(-1)
     if bool(falling.any()):
         layer, share = falling.nonzero()[0].tolist()
@@ -47,7 +47,7 @@ def check_levels(name: str, levels: Tensor, sizes: Sizes) -> None:
 
 
 def check_orthonormal(name: str, basis: Tensor, sizes: Sizes) -> None:
-    """Check a residual basis or rotation `[layers, kv_heads, r, head_dim]`: rows orthonormal."""
+    """Checks a residual basis or rotation `[layers, kv_heads, r, head_dim]`: rows orthonormal."""
     wide = basis.double()
     off = (wide @ wide.mT - torch.eye(basis.shape[2], dtype=wide.dtype)).abs().amax((-2, -1))
     if not bool((off <= ORTHONORMAL).all()):
@@ -59,7 +59,7 @@ def check_orthonormal(name: str, basis: Tensor, sizes: Sizes) -> None:
 
 
 def check_groups(name: str, groups: Tensor, sizes: Sizes) -> None:
-    """Check groups of layers `[layers]`: from 0, each layer in the group of the layer before or in the next."""
+    """Checks groups of layers `[layers]`: from 0, each layer in the group of the layer before or in the next."""
     # Compared and not subtracted: a difference of int64 may wrap around.
     known = (groups[1:] == groups[:-1]) | (groups[1:] == groups[:-1] + 1)
     if int(groups[0]) != 0 or not bool(known.all()):
@@ -70,7 +70,7 @@ def check_groups(name: str, groups: Tensor, sizes: Sizes) -> None:
 
 
 def check_divergence(name: str, divergence: Tensor, sizes: Sizes) -> None:
-    """Check divergences `[layers, layers]`: symmetric, 0 between a layer and itself."""
+    """Checks divergences `[layers, layers]`: symmetric, 0 between a layer and itself."""
     if bool((divergence.diagonal() != 0).any()):
         layer = int((divergence.diagonal() != 0).nonzero()[0])
         raise ArtifactError(
@@ -86,7 +86,7 @@ def check_divergence(name: str, divergence: Tensor, sizes: Sizes) -> None:
 
 
 def check_dictionary(name: str, dictionary: Tensor, sizes: Sizes) -> None:
-    """Check dictionaries `[groups, atoms, channels]`: atoms as wide as a head or an equal part of it, with norm 1."""
+    """Checks dictionaries `[groups, atoms, channels]`: atoms as wide as a head or an equal part of it, with norm 1."""
     width, head_dim = dictionary.shape[2], sizes["head_dim"]
     if head_dim % width:
         raise ArtifactError(
@@ -102,7 +102,8 @@ def check_dictionary(name: str, dictionary: Tensor, sizes: Sizes) -> None:
 
 
 def check_falling(name: str, errors: Tensor, sizes: Sizes) -> None:
-    """Check components' errors `[layers, kv_heads, head_dim, 9]`: increasing neither with bits nor, at 0 bits, along components."""
+    """Checks components' errors `[layers, kv_heads, head_dim, 9]`: increasing neither with bits nor, at 0 bits, along
+    components."""
     if bool((errors.diff(dim=-1) > 0).any() | (errors[..., 0].diff(dim=-1) > 0).any()):
         raise ArtifactError(
             f"tensor {name!r} increases with bits or from component to component, expected neither; {FIT_AGAIN}"
@@ -110,7 +111,7 @@ def check_falling(name: str, errors: Tensor, sizes: Sizes) -> None:
 
 
 def check_directions(name: str, basis: Tensor, sizes: Sizes) -> None:
-    """Check bases of components `[layers, kv_heads, head_dim, head_dim]`: no row is 0.
+    """Checks bases of components `[layers, kv_heads, head_dim, head_dim]`: no row is 0.
 
     Whether a head's basis can be inverted is checked when it is used (`components.py`): for a large model that takes seconds.
     """
@@ -123,7 +124,7 @@ def check_directions(name: str, basis: Tensor, sizes: Sizes) -> None:
 
 
 def check_curve(name: str, curve: Tensor, sizes: Sizes) -> None:
-    """Check predicted errors and measured losses of budgets, `[n, 2]`: neither falls."""
+    """Checks predicted errors and measured losses of budgets, `[n, 2]`: neither falls."""
     if bool((curve.diff(dim=0) < 0).any()):
         raise ArtifactError(
             f"tensor {name!r} falls from one budget to the next, expected errors and losses that do not; {FIT_AGAIN}"
@@ -131,7 +132,7 @@ def check_curve(name: str, curve: Tensor, sizes: Sizes) -> None:
 
 
 def check_order(name: str, tensors: Mapping[str, Tensor], axes: Sequence[str]) -> None:
-    """Check that a tensor `STEM.low` is nowhere above `STEM.high`, if both are present."""
+    """Checks that a tensor `STEM.low` is nowhere above `STEM.high`, if both are present."""
     stem = name.removesuffix(".low")
     high = tensors.get(f"{stem}.high")
     if high is None or not bool((tensors[name] > high).any()):

@@ -44,7 +44,7 @@ LOSSES = {"before": "klt.before.loss", "after": "klt.loss"}
 
 
 def check_complete(names: Iterable[str]) -> None:
-    """Raise `ArtifactError` if a stream has some of its tensors and not the others."""
+    """Raises `ArtifactError` if a stream has some of its tensors and not the others."""
     there = set(names)
     for stream, kinds in (*STREAM_KINDS.items(), *((stream, (*KINDS, "matrix")) for stream in STORAGE)):
         found = [kind for kind in kinds if f"{stream}.{kind}" in there]

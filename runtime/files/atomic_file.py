@@ -42,13 +42,13 @@ def atomically(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def write_atomically(path: str | os.PathLike[str], data: bytes) -> None:
-    """Write `data` to `path` with `atomically`; raises `OSError` likewise."""
+    """Writes `data` to `path` with `atomically`; raises `OSError` likewise."""
     with atomically(path) as temporary:
         temporary.write_bytes(data)
 
 
 def check_writable(path: str | os.PathLike[str]) -> None:
-    """Raise the `OSError` that `atomically` would raise, as far as that is known beforehand; leaves nothing behind."""
+    """Raises the `OSError` that `atomically` would raise, as far as that is known beforehand; leaves nothing behind."""
     _check_name(path)
     there = next(folder for folder in Path(os.path.realpath(path)).parents if folder.exists())
     with tempfile.TemporaryDirectory(dir=there):  # permissions alone say nothing of quotas, nor for root
@@ -74,7 +74,7 @@ def new_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def remove_abandoned(folder: Path, name: str | None = None) -> None:
-    """Remove the temporary folders in `folder` that killed writers left: those that can be locked.
+    """Removes the temporary folders in `folder` that killed writers left: those that can be locked.
 
     Only those of writers to `name` (or to a long name with the same beginning); None: all, for a folder that is calib's own.
     """
@@ -110,7 +110,7 @@ def _file_named(path: str | os.PathLike[str]) -> Path:
 
 
 def _check_name(path: str | os.PathLike[str]) -> None:
-    """Raise OSError for a name that no file can have, and for an existing path that is not a regular file."""
+    """Raises OSError for a name that no file can have, and for an existing path that is not a regular file."""
     name = os.fspath(path)
     if "\0" in name:
         raise OSError(errno.EINVAL, "Zero byte in the name", name)

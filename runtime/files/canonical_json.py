@@ -14,7 +14,7 @@ LONGEST = 120  # characters of an entry's name in a message
 
 
 def plain(value: object, where: str, path: tuple[str, ...] = ()) -> Any:
-    """Convert `value` to JSON's own types: tuples become lists, integer keys strings; `where` and `path` name it in an error.
+    """Converts `value` to JSON's own types: tuples become lists, integer keys strings; `where` and `path` name it in an error.
 
     Raises `ArtifactError` naming the entry for NaN, infinities, other types and nesting beyond 32 levels.
     """
@@ -55,7 +55,7 @@ def dumps(value: object) -> str:
 
 
 def loads(text: str | bytes) -> Any:
-    """Parse strict JSON; raises `ValueError` for anything else, also for NaN, infinities and too deep nesting."""
+    """Parses strict JSON; raises `ValueError` for anything else, also for NaN, infinities and too deep nesting."""
 
     def refuse(constant: str) -> None:
         raise ValueError(f"{constant} is not JSON")

@@ -33,7 +33,7 @@ class StateError(ValueError):
 
 
 def flat(state: State, path: str = "") -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the tensors and the other leaves of a tree, each by path."""
+    """Returns the tensors and the other leaves of a tree, each by path."""
     tensors: dict[str, Tensor] = {}
     numbers: dict[str, Any] = {}
     for name, part in state.items():
@@ -50,7 +50,7 @@ def flat(state: State, path: str = "") -> tuple[dict[str, Tensor], dict[str, Any
 
 
 def nested(leaves: Iterable[tuple[str, Any]]) -> State:
-    """Return the tree of `leaves`, pairs (path, leaf); raises StateError if a path occurs twice or is below another leaf."""
+    """Returns the tree of `leaves`, pairs (path, leaf); raises StateError if a path occurs twice or is below another leaf."""
     state: State = {}
     branches = {id(state)}  # a leaf may be a mapping itself
     for path, leaf in leaves:
@@ -70,19 +70,19 @@ def nested(leaves: Iterable[tuple[str, Any]]) -> State:
 
 
 def part_of(state: State, name: str, kind: type[Any]) -> Any:
-    """Return the entry `name`; raises StateError unless its type is exactly `kind`."""
+    """Returns the entry `name`; raises StateError unless its type is exactly `kind`."""
     if type(state.get(name)) is not kind:
         raise StateError(f"{name!r} is {_described(state.get(name))}, expected {kind.__name__}")
     return state[name]
 
 
 def branch(state: State, name: str) -> State:
-    """Return the branch `name`, {} if it is missing, because an empty branch leaves nothing in a file."""
+    """Returns the branch `name`, {} if it is missing, because an empty branch leaves nothing in a file."""
     return {} if name not in state else part_of(state, name, dict)
 
 
 def whole(state: State, name: str) -> int:
-    """Return the entry `name`; raises StateError unless it is a whole number from 0 to `MOST`."""
+    """Returns the entry `name`; raises StateError unless it is a whole number from 0 to `MOST`."""
     number: int = part_of(state, name, int)
     if not 0 <= number <= MOST:
         raise StateError(f"{name!r} is {printable(number)}, expected 0 ... {MOST}")
@@ -90,7 +90,7 @@ def whole(state: State, name: str) -> int:
 
 
 def wholes(state: State, name: str, least: int = 0) -> list[int]:
-    """Return the entry `name`; raises StateError unless it is a list of whole numbers from `least` to `MOST`."""
+    """Returns the entry `name`; raises StateError unless it is a list of whole numbers from `least` to `MOST`."""
     numbers: list[int] = part_of(state, name, list)
     if not all(type(number) is int and least <= number <= MOST for number in numbers):
         raise StateError(f"{name!r} is {printable(numbers)}, expected whole numbers from {least} on, at most {MOST}")
@@ -98,7 +98,7 @@ def wholes(state: State, name: str, least: int = 0) -> list[int]:
 
 
 def fitting(state: State, name: str, dtype: torch.dtype, shape: Sequence[int | None]) -> Tensor:
-    """Return the tensor `name`; raises StateError unless it has this dtype and shape, where None stands for any length."""
+    """Returns the tensor `name`; raises StateError unless it has this dtype and shape, where None stands for any length."""
     found = state.get(name)
     if not isinstance(found, Tensor):
         raise StateError(f"{name!r} is {_described(found)}, expected a tensor")
@@ -112,8 +112,8 @@ def fitting(state: State, name: str, dtype: torch.dtype, shape: Sequence[int | N
 
 
 def tensor_like(state: State, name: str, like: Tensor, free: tuple[int, ...] = ()) -> Tensor:
-    """Return a copy of the tensor `name` on the device of `like`; it must have the dtype and shape of `like`, except for the length
-    of the axes `free`. It is a copy because the state's tensor may be mapped from a file."""
+    """Returns a copy of the tensor `name` on the device of `like`; it must have the dtype and shape of `like`, except for the
+    length of the axes `free`. It is a copy because the state's tensor may be mapped from a file."""
     shape = [None if axis in free else n for axis, n in enumerate(like.shape)]
     return fitting(state, name, like.dtype, shape).to(like.device, copy=True)
 
@@ -125,7 +125,7 @@ def pages_in(state: State) -> int:
 
 
 def check_values(name: str, tensor: Tensor) -> None:
-    """Raise StateError for a tensor whose dtype no cache holds, and for values that are not finite or beyond `LARGEST`."""
+    """Raises StateError for a tensor whose dtype no cache holds, and for values that are not finite or beyond `LARGEST`."""
     if tensor.dtype not in DTYPES:
         raise StateError(f"{printable(name)} is {tensor.dtype}, which no cache holds")
     if tensor.is_floating_point() and tensor.numel():
@@ -143,7 +143,7 @@ def _described(found: object) -> str:
 
 
 def dtype_named(name: object) -> torch.dtype:
-    """Return the floating dtype of a name such as `bfloat16`; raises StateError for other names."""
+    """Returns the floating dtype of a name such as `bfloat16`; raises StateError for other names."""
     found = next((dtype for dtype in FLOATS if named(dtype) == name), None)
     if found is None:
         raise StateError(f"{printable(name)} is no floating dtype of a cache, expected {', '.join(map(named, FLOATS))}")
@@ -151,5 +151,5 @@ def dtype_named(name: object) -> torch.dtype:
 
 
 def named(dtype: torch.dtype) -> str:
-    """Return the name of a dtype, such as `bfloat16` for torch.bfloat16."""
+    """Returns the name of a dtype, such as `bfloat16` for torch.bfloat16."""
     return str(dtype).removeprefix("torch.")

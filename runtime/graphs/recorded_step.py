@@ -49,7 +49,7 @@ Record = Callable[[Callable[[], Any]], Recorded]
 
 
 def recorder(device: torch.device) -> Record | None:
-    """Return a function that records steps on `device`; None unless it is a CUDA device. All its recordings share one memory
+    """Returns a function that records steps on `device`; None unless it is a CUDA device. All its recordings share one memory
     pool."""
     if device.type != "cuda":
         return None

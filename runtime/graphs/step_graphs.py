@@ -176,7 +176,7 @@ class StepGraphs:
 
 
 def graphs_for(model: PreTrainedModel, sequences: SequenceState, layers: list[Any]) -> StepGraphs:
-    """Return the graphs of a cache for `model`. Raises ValueError where steps cannot be replayed."""
+    """Returns the graphs of a cache for `model`. Raises ValueError where steps cannot be replayed."""
     record = recorder(model.device)
     if record is None:
         raise ValueError(f"graphs=True replays CUDA graphs, and the model is on {model.device}; move it first")

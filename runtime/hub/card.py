@@ -45,7 +45,7 @@ def card(
     license: str | None = None,
     base_model: str | None = None,
 ) -> str | None:
-    """Return the text of the README.md to write; None if `existing` is not calib's (a model's own card) and stays.
+    """Returns the text of the README.md to write; None if `existing` is not calib's (a model's own card) and stays.
 
     where: the name for `Artifact.from_pretrained`. license, base_model: for the front matter; without base_model the name by
     which the model was loaded in the fit, if that was a hub name. Raises `ArtifactError` if they are given and `existing` stays.
@@ -73,13 +73,13 @@ def card(
 
 
 def text_of(value: Any, key: str) -> str:
-    """Return `value[key]` if that is a text, else ""."""
+    """Returns `value[key]` if that is a text, else ""."""
     found = value.get(key) if isinstance(value, Mapping) else None
     return found if isinstance(found, str) else ""
 
 
 def sections(artifact: "Artifact") -> Iterator[str]:
-    """Yield the sections on fingerprint, corpus, versions and metrics, each empty if the artifact has nothing for it."""
+    """Yields the sections on fingerprint, corpus, versions and metrics, each empty if the artifact has nothing for it."""
     provenance = dict(artifact.provenance)
     yield section("The model's fingerprint", artifact.fingerprint, leave_out=("config",))
     yield section("The corpus", provenance.get("data"))

@@ -8,7 +8,7 @@ Token = str | bool | None  # True: the one of `hf auth login`; None: that one if
 
 
 def client(token: Token) -> HfApi:
-    """Return a client of the hub that HF_ENDPOINT names; no request is made yet.
+    """Returns a client of the hub that HF_ENDPOINT names; no request is made yet.
 
     Raises `ArtifactError` for a token that no HTTP header can hold, because the client's own message would show the token.
     """

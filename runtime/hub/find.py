@@ -1,4 +1,4 @@
-"""Find an artifact: a file, a folder that holds one, or a repository of the hub, from which it is downloaded once.
+"""Finds an artifact: a file, a folder that holds one, or a repository of the hub, from which it is downloaded once.
 
     find("my.calib.safetensors"), find("artifacts"), find("owner/name", revision="v1")
 
@@ -33,7 +33,7 @@ def find(
     local_files_only: bool = False,
     token: Token = None,
 ) -> Path:
-    """Return the local path of the artifact's file; options as in `Artifact.from_pretrained`.
+    """Returns the local path of the artifact's file; options as in `Artifact.from_pretrained`.
 
     A path that does not exist and cannot be a hub name is returned as it is. Raises `ArtifactError`.
     """
@@ -75,7 +75,7 @@ def is_hub_name(word: str) -> bool:
 
 
 def find_here(word: str, filename: str | None, revision: str | None) -> Path:
-    """Return the artifact's file for a local file or folder; a path that does not exist is returned as it is."""
+    """Returns the artifact's file for a local file or folder; a path that does not exist is returned as it is."""
     if revision is not None and os.path.exists(word):
         raise ArtifactError(
             f"{word}: exists here, where there are no revisions, got revision={printable(revision)}; "
@@ -99,7 +99,7 @@ def is_artifact(name: str) -> bool:
 
 
 def chosen(names: Iterable[str], where: str) -> str:
-    """Return the artifact among `names`; raises `ArtifactError` if there is none, or several of which none is called `NAME`."""
+    """Returns the artifact among `names`; raises `ArtifactError` if there is none, or several of which none is called `NAME`."""
     found = sorted(filter(is_artifact, names))
     if NAME in found or len(found) == 1:
         return NAME if NAME in found else found[0]

@@ -27,7 +27,7 @@ def push(
     license: str | None = None,
     base_model: str | None = None,
 ) -> CommitInfo:
-    """Push the artifact and its card; options as in `Artifact.push_to_hub`. Raises `ArtifactError`."""
+    """Pushes the artifact and its card; options as in `Artifact.push_to_hub`. Raises `ArtifactError`."""
     api = client(token)
     with in_one_line(repo_id, CARD, revision, token):
         repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id  # now with the owner's name
@@ -45,7 +45,7 @@ def push(
 
 
 def card_of(api: HfApi, repo_id: str, revision: str | None) -> str | None:
-    """Return the repository's README.md, None if it has none."""
+    """Returns the repository's README.md, None if it has none."""
     try:
         return Path(api.hf_hub_download(repo_id, CARD, revision=revision)).read_text(encoding="utf-8", errors="replace")
     except EntryNotFoundError:

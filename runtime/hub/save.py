@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def save(
     artifact: "Artifact", folder: str | os.PathLike[str], where: str, license: str | None, base_model: str | None
 ) -> None:
-    """Save the artifact and its card; options as in `Artifact.save_pretrained`. `where` is the name that the card tells readers to
+    """Saves the artifact and its card; options as in `Artifact.save_pretrained`. `where` is the name that the card tells readers to
     load. Raises `ArtifactError`."""
     path = Path(folder, CARD)
     try:

@@ -34,12 +34,12 @@ class _Short(reprlib.Repr):
 
 
 def printable(value: object, length: int = LENGTH) -> str:
-    """Return `value` as `repr` writes it, in at most `length` characters and without control characters."""
+    """Returns `value` as `repr` writes it, in at most `length` characters and without control characters."""
     return shortened(_Short(length).repr(value), length)
 
 
 def shortened(text: str, length: int) -> str:
-    """Return `text` in at most `length` characters, without its middle if it is longer, and without control characters."""
+    """Returns `text` in at most `length` characters, without its middle if it is longer, and without control characters."""
     # Cut before escaping, so that a long text is not walked, and again after it: an escaped character takes up to ten.
     return _cut("".join(c if c.isprintable() else _escaped(c) for c in _cut(text, length)), length)
 

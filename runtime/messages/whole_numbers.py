@@ -8,7 +8,7 @@ MOST = 2**30  # tokens, channels, pairs ...: more than any cache holds; a larger
 
 
 def check_whole(name: str, number: Any, least: int, wanted: str, remedy: str = "", most: int = MOST) -> None:
-    """Raise ValueError unless `number` is an int from `least` to `most`.
+    """Raises ValueError unless `number` is an int from `least` to `most`.
 
     Args:
         name: the option's name, for the message.

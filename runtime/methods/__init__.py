@@ -17,7 +17,7 @@ from calib.runtime.stages.contract import Codec
 
 
 def _methods() -> dict[str, type[Any]]:
-    """Import every module of this package and return the classes that define a string `name` of their own, by that name."""
+    """Imports every module of this package and returns the classes that define a string `name` of their own, by that name."""
     modules = [import_module(f"{__name__}.{file.name}") for file in iter_modules(__path__)]
     own = [
         part
@@ -44,14 +44,14 @@ __all__ = [
 
 
 def method_class(name: str) -> type[Any]:
-    """Return the class of method `name`; raises ValueError for an unknown name, with the closest known one."""
+    """Returns the class of method `name`; raises ValueError for an unknown name, with the closest known one."""
     if name not in list(METHODS):
         raise ValueError(f"unknown method {printable(name)} ({_hint(name, list(METHODS))})")
     return METHODS[name]
 
 
 def options_of(name: str) -> list[str]:
-    """Return the names of the options that method `name` takes.
+    """Returns the names of the options that method `name` takes.
 
     These are its own fields, `corrections` unless the method has correction options of its own (`own_corrections`, as GEAR has),
     and `tuned` if it declares a `grid` for `calib tune`.
@@ -63,7 +63,7 @@ def options_of(name: str) -> list[str]:
 
 
 def later_options(name: str, said: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of method `name` that are missing in `said`, at their defaults.
+    """Returns the options of method `name` that are missing in `said`, at their defaults.
 
     A prefix file that was written before an option existed lacks it. With `tuned` among them there are no others to fill in.
     """
@@ -73,13 +73,13 @@ def later_options(name: str, said: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def packs_of(chosen: type[Any]) -> tuple[type[Codec], ...]:
-    """Return the codec classes with which method class `chosen` may pack tokens; none if it declares none."""
+    """Returns the codec classes with which method class `chosen` may pack tokens; none if it declares none."""
     packs: tuple[type[Codec], ...] = getattr(chosen, "packs", ())
     return packs
 
 
 def build(name: str, options: dict[str, Any]) -> Method:
-    """Build method `name` with `options`.
+    """Builds method `name` with `options`.
 
     `corrections` is a mapping of the options of `Corrections`. The option `low` is a mapping with the name of another method as
     `method`, and that method's options. `tuned` is a budget of `calib tune` in bits per value; the artifact has the options that
@@ -105,7 +105,7 @@ def build(name: str, options: dict[str, Any]) -> Method:
 
 
 def _own_method(name: str, own: dict[str, Any]) -> Method:
-    """Build method `name` from its own options, or a `Tuned` one if they have a budget `tuned`."""
+    """Builds method `name` from its own options, or a `Tuned` one if they have a budget `tuned`."""
     if own.get("tuned") is None:
         built: Method = method_class(name)(**{option: value for option, value in own.items() if option != "tuned"})
         return built
@@ -121,7 +121,7 @@ def _own_method(name: str, own: dict[str, Any]) -> Method:
 
 
 def options_asked(method: Any) -> dict[str, Any]:
-    """Return all options of a built method, also those left at their default, in the form that `build` takes."""
+    """Returns all options of a built method, also those left at their default, in the form that `build` takes."""
     if hasattr(method, "tuned"):
         return {"tuned": method.tuned}
     if hasattr(method, "corrections"):
@@ -131,7 +131,7 @@ def options_asked(method: Any) -> dict[str, Any]:
 
 
 def _nested(value: Any) -> Any:
-    """Return an option's value in the form that `build` takes: a method (option `low`) and a `PerStream` become mappings."""
+    """Returns an option's value in the form that `build` takes: a method (option `low`) and a `PerStream` become mappings."""
     return {"method": value.name} | options_asked(value) if hasattr(value, "plan") else as_written(value)
 
 

@@ -17,7 +17,8 @@ SEEDS = {"keys": 0, "values": 1}  # seeds of the random rotations
 
 
 def check_basis(basis: str, statistics: str) -> None:
-    """Raise ValueError for an unknown basis, and for a rotation with calibrated statistics, which hold for channels not rotated."""
+    """Raises ValueError for an unknown basis, and for a rotation with calibrated statistics, which hold for channels not
+    rotated."""
     check_choice("basis", basis, BASES)
     if basis != "none" and statistics != "prompt":
         raise ValueError(
@@ -27,7 +28,7 @@ def check_basis(basis: str, statistics: str) -> None:
 
 
 def check_key_bias(key_bias: str, statistics: str) -> None:
-    """Raise ValueError for an unknown word, and for "folded" with calibrated statistics, which hold for keys with their bias."""
+    """Raises ValueError for an unknown word, and for "folded" with calibrated statistics, which hold for keys with their bias."""
     check_choice("key_bias", key_bias, KEY_BIASES)
     if key_bias == "folded" and statistics != "prompt":
         raise ValueError(
@@ -39,7 +40,7 @@ def check_key_bias(key_bias: str, statistics: str) -> None:
 def basis_of(
     basis: str, stream: str, layer: int, geometry: Geometry, artifact: Artifact | None, method: str
 ) -> Transform:
-    """Return the transform of one stream of one layer; raises ValueError for "calibrated" without an artifact."""
+    """Returns the transform of one stream of one layer; raises ValueError for "calibrated" without an artifact."""
     if basis == "none":
         return Identity()
     if basis == "hadamard":

@@ -15,7 +15,7 @@ STATISTICS = ("prompt", "calibrated")
 
 
 def check_statistics(statistics: str, artifact: Artifact | None, method: str) -> None:
-    """Raise ValueError for an unknown value of the option `statistics`, and for "calibrated" without an artifact."""
+    """Raises ValueError for an unknown value of the option `statistics`, and for "calibrated" without an artifact."""
     if statistics not in STATISTICS:
         raise ValueError(f"statistics must be one of {', '.join(STATISTICS)}, got {printable(statistics)}")
     if statistics == "calibrated" and artifact is None:
@@ -26,7 +26,7 @@ def check_statistics(statistics: str, artifact: Artifact | None, method: str) ->
 
 
 def clip_of_streams(clip: float | Streams[float | None] | None) -> PerStream[float | None]:
-    """Return the option `clip` of keys and of values: a factor in (0, 1], or None for the artifact's (`clip_factor`).
+    """Returns the option `clip` of keys and of values: a factor in (0, 1], or None for the artifact's (`clip_factor`).
 
     Raises ValueError for a factor outside (0, 1].
     """
@@ -41,7 +41,7 @@ def clip_of_streams(clip: float | Streams[float | None] | None) -> PerStream[flo
 def clip_factor(
     clip: float | None, artifact: Artifact | None, stream: str, form: str, bits: int, layer: int
 ) -> float | Tensor:
-    """Return the clip factor to use: the given number, else the artifact's `[kv_heads, 1, 1]` for this form and bits, else 1.
+    """Returns the clip factor to use: the given number, else the artifact's `[kv_heads, 1, 1]` for this form and bits, else 1.
 
     `form` names the quantiser's groups (tokens x channels) as the artifact does: "32x1", "1x32", "1x*", "fixed", "scaled.1x32".
     """
@@ -51,11 +51,11 @@ def clip_factor(
 
 
 def channel_range(artifact: Artifact, stream: str, layer: int, method: str) -> ChannelRange:
-    """Return the transform that maps every channel's calibrated range (`STREAM.low`, `STREAM.high`) onto [-1, 1]."""
+    """Returns the transform that maps every channel's calibrated range (`STREAM.low`, `STREAM.high`) onto [-1, 1]."""
     low, high = (artifact.tensor(f"{stream}.{end}", wanted_by=method)[layer] for end in ("low", "high"))
     return ChannelRange.between(low, high)
 
 
 def channel_scale(artifact: Artifact, layer: int, method: str) -> ChannelScale:
-    """Return the transform that divides values by their calibrated channel scale (`values.scale`; ZipCache, eq. 6)."""
+    """Returns the transform that divides values by their calibrated channel scale (`values.scale`; ZipCache, eq. 6)."""
     return ChannelScale(artifact.tensor("values.scale", wanted_by=method)[layer][:, None])

@@ -22,7 +22,7 @@ class Geometry:
 
     @staticmethod
     def of(config: Any) -> "Geometry":
-        """Read the geometry from a decoder's configuration (`PretrainedConfig` of transformers)."""
+        """Reads the geometry from a decoder's configuration (`PretrainedConfig` of transformers)."""
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         return Geometry(config.num_hidden_layers, heads, head_dim)
@@ -41,7 +41,7 @@ class Method(Protocol):
         ...
 
     def plan(self, layer: int, geometry: Geometry, artifact: Artifact | None) -> Plan:
-        """Return the stages of attention layer `layer`; raises ValueError for options that do not fit this model or artifact."""
+        """Returns the stages of attention layer `layer`; raises ValueError for options that do not fit this model or artifact."""
         ...
 
     # Optional.
@@ -56,24 +56,24 @@ class Method(Protocol):
     """Whether its own options say what `corrections` says for other methods."""
 
     def paper_bits(self, cache: CountedCache) -> float | None:
-        """Return bits per value as its paper counts them (`paper_counting.py`); None if it has no formula for these options."""
+        """Returns bits per value as its paper counts them (`paper_counting.py`); None if it has no formula for these options."""
         return None
 
 
 def check_choice(name: str, word: Any, known: Iterable[str]) -> None:
-    """Raise ValueError unless `word`, the value of option `name`, is one of `known`."""
+    """Raises ValueError unless `word`, the value of option `name`, is one of `known`."""
     if word not in list(known):
         raise ValueError(f"{name} must be one of {', '.join(known)}, got {printable(word)}")
 
 
 def check_flag(name: str, flag: Any) -> None:
-    """Raise ValueError unless `flag`, the value of option `name`, is True or False."""
+    """Raises ValueError unless `flag`, the value of option `name`, is True or False."""
     if type(flag) is not bool:
         raise ValueError(f"{name} must be True or False, got {printable(flag)}")
 
 
 def check_bits(name: str, bits: Any, exact: bool = False, evicted: bool = False) -> None:
-    """Raise ValueError unless `bits` is the width of a code: 1 ... 8, or 16 with `exact`, or 0 with `evicted`.
+    """Raises ValueError unless `bits` is the width of a code: 1 ... 8, or 16 with `exact`, or 0 with `evicted`.
 
     `name` is the option's name, or says whose bits they are; it is only used in the message.
     """
@@ -86,18 +86,18 @@ def check_bits(name: str, bits: Any, exact: bool = False, evicted: bool = False)
 
 
 def check_share(name: str, share: Any) -> None:
-    """Raise ValueError unless `share`, the value of option `name`, is a number in (0, 1]."""
+    """Raises ValueError unless `share`, the value of option `name`, is a number in (0, 1]."""
     if type(share) not in (float, int) or not 0 < share <= 1:
         raise ValueError(f"{name} must be a number in (0, 1], got {printable(share)}")
 
 
 def check_amount(name: str, amount: Any) -> None:
-    """Raise ValueError unless `amount` is a number of tokens (int from 0) or a share (float in [0, 1])."""
+    """Raises ValueError unless `amount` is a number of tokens (int from 0) or a share (float in [0, 1])."""
     if type(amount) is not float or not 0 <= amount <= 1:
         check_whole(name, amount, 0, "tokens (a whole number from 0) or a share (0.0 ... 1.0)")
 
 
 def check_clip(clip: Any, name: str = "clip") -> None:
-    """Raise ValueError unless `clip`, a factor on the range that is quantised, is a number in (0, 1]."""
+    """Raises ValueError unless `clip`, a factor on the range that is quantised, is a number in (0, 1]."""
     if type(clip) not in (float, int) or not 0 < clip <= 1:
         raise ValueError(f"{name} must be a number in (0, 1], got {printable(clip)}")

@@ -64,7 +64,7 @@ class Corrections:
             )
 
     def of(self, role: str) -> "StreamCorrections":
-        """Return the corrections of `role`, "keys" or "values"."""
+        """Returns the corrections of `role`, "keys" or "values"."""
         rank = of_streams("rank", self.rank).of(role)
         later = of_streams("decode_rank", self.decode_rank).of(role)
         return StreamCorrections(
@@ -83,7 +83,7 @@ class Corrections:
     def over(
         self, plan: Plan, layer: int, artifact: Artifact | None, form: "Form | None" = None, asker: str = "corrections"
     ) -> Plan:
-        """Return the `plan` of layer number `layer` with corrections around every codec that is not exact.
+        """Returns the `plan` of layer number `layer` with corrections around every codec that is not exact.
 
         `form` is GEAR's own choice of matrix, None for other methods; messages about missing tensors name `asker`. Raises
         ValueError for calibrated statistics without an artifact, or where they do not fit the method's keys.
@@ -133,7 +133,7 @@ def _check_rank(name: str, rank: Any) -> None:
 
 
 def check_rank_or_none(name: str, rank: Any) -> None:
-    """Raise ValueError unless `rank` is None, a whole number from 0 or a share (float in [0, 1])."""
+    """Raises ValueError unless `rank` is None, a whole number from 0 or a share (float in [0, 1])."""
     if rank is not None:
         _check_rank(name, rank)
 
@@ -168,7 +168,7 @@ class _Bound:
     asker: str
 
     def codec(self, role: str, codec: Codec, transform: Any, rank: float | int, segments: Segments) -> Codec:
-        """Return the codec of a stream with its corrections; `codec` itself if it is exact or nothing is corrected."""
+        """Returns the codec of a stream with its corrections; `codec` itself if it is exact or nothing is corrected."""
         own = self.options.of(role)
         if self.artifact is not None and transform.measured is None and transform.key_bias is not None:
             raise ValueError(
@@ -259,7 +259,7 @@ class CorrectedMethod(Method):
         return str(self.method.name)
 
     def plan(self, layer: int, geometry: Geometry, artifact: Artifact | None) -> Plan:
-        """Return the method's plan with corrections; raises ValueError if all its tokens are exact or evicted."""
+        """Returns the method's plan with corrections; raises ValueError if all its tokens are exact or evicted."""
         plan = self.corrections.over(self.method.plan(layer, geometry, artifact), layer, artifact)
         if self.corrections.asked and all(codec.corrections is None for codec in plan.codecs()):
             raise ValueError(

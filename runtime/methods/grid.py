@@ -28,7 +28,7 @@ class Grid:
     fetched: str | None = None
 
     def without(self, given: Mapping[str, Any]) -> "Grid":
-        """Return the grid without the options that are already `given`."""
+        """Returns the grid without the options that are already `given`."""
         by_layer, shared = (
             {name: values for name, values in part.items() if name not in given}
             for part in (self.by_layer, self.shared)
@@ -36,15 +36,15 @@ class Grid:
         return Grid(by_layer, shared, None if self.fetched in given else self.fetched)
 
     def layers(self) -> Iterator[Options]:
-        """Yield every combination of the `by_layer` options; one empty combination if there are none."""
+        """Yields every combination of the `by_layer` options; one empty combination if there are none."""
         return combinations(self.by_layer)
 
     def globals(self) -> Iterator[Options]:
-        """Yield every combination of the `shared` options; one empty combination if there are none."""
+        """Yields every combination of the `shared` options; one empty combination if there are none."""
         return combinations(self.shared)
 
 
 def combinations(values: Mapping[str, Sequence[Any]]) -> Iterator[Options]:
-    """Yield every choice of one value for each option, the last option varying fastest."""
+    """Yields every choice of one value for each option, the last option varying fastest."""
     for chosen in product(*values.values()):
         yield dict(zip(values, chosen, strict=True))

@@ -14,7 +14,7 @@ POLICIES = ("accumulated", "normalised", "local", "fastgen")
 def importance(
     policy: str, probes: str | None, probe_share: float, special_ids: Sequence[int], recovery: float
 ) -> tuple[Saliency | None, Probes | None]:
-    """Return the saliency that scores tokens (None: nothing is scored) and the prompt's rows whose attention counts (None: all).
+    """Returns the saliency that scores tokens (None: nothing is scored) and the prompt's rows whose attention counts (None: all).
 
     With `probes` None the rows are those of the policy's paper: all for "accumulated", which is H2O's (arXiv:2306.14048);
     `probe_share` of them, half drawn and half the newest, for "normalised", which is ZipCache's (arXiv:2405.14256), and likewise

@@ -164,7 +164,7 @@ class Klt(Method):
         return plan if len(tiers) == 1 else replace(plan, saliency=Normalised(), probes=self._probes())
 
     def allocations(self, artifact: Artifact, coding: Coding | None = None) -> list[Allocation]:
-        """Return how each tier's bits are distributed over the model; raises ValueError for a budget that cannot be met."""
+        """Returns how each tier's bits are distributed over the model; raises ValueError for a budget that cannot be met."""
         coding = self.coding(artifact) if coding is None else coding
         found = allocator(artifact, coding)
         if self.loss is not None:
@@ -176,8 +176,8 @@ class Klt(Method):
     def bytes_of(
         self, allocation: Allocation, coding: Coding, layers: int, heads: int, channels: int, growing: bool = False
     ) -> int:
-        """Return the bytes of a cache of `batch` rows of `context` tokens in a 16-bit model: packed pages, exact tokens and tables;
-        with `growing` also the pages, at most, that are allocated ahead while rows grow token by token."""
+        """Returns the bytes of a cache of `batch` rows of `context` tokens in a 16-bit model: packed pages, exact tokens and
+        tables; with `growing` also the pages, at most, that are allocated ahead while rows grow token by token."""
         assert self.context is not None
         tiering = self._tiering()
         exact = min(-(-self.context // STEP) * STEP, self.sinks + tiering.window + tiering.block)
@@ -217,7 +217,7 @@ class Klt(Method):
         return found.at_bits(low)
 
     def coding(self, artifact: Artifact, whole_words: bool = False) -> Coding:
-        """Return how this artifact's components are coded: by the options given, and for those left at None with the least
+        """Returns how this artifact's components are coded: by the options given, and for those left at None with the least
         predicted error; `whole_words` as in `Coding`."""
         rope = coding_of(artifact, self.rope).rope
         if rope == "after" and (self.size or self.predict):
@@ -250,7 +250,7 @@ class Klt(Method):
         return sum(tier.error * share for tier, (_, share) in zip(tiers, self._bits_and_shares(), strict=True))
 
     def tier(self, layer: int, allocation: Allocation, artifact: Artifact, coding: Coding) -> TierPlan:
-        """Return the transforms and codecs of one layer's keys and values, with the bit widths of one of the `allocations`."""
+        """Returns the transforms and codecs of one layer's keys and values, with the bit widths of one of the `allocations`."""
 
         def stages(codes: LayerCodes) -> TierStages:
             return TierStages(codes.basis, codes.codec)
@@ -289,7 +289,7 @@ class Klt(Method):
 
 
 def _warn_without(artifact: Artifact, stream: str) -> None:
-    """Warn, once for each artifact, that it lacks the tensors of `stream`: it is older than these, or was exported without."""
+    """Warns, once for each artifact, that it lacks the tensors of `stream`: it is older than these, or was exported without."""
     if artifact not in _told:
         _told.add(artifact)
         predicted = stream == PREDICTED

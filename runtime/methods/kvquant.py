@@ -110,6 +110,6 @@ class KVQuant(Method):
 
 
 def _check_levels(name: str, bits: Any) -> None:
-    """Raise ValueError for a width that `calib fit` makes no levels for."""
+    """Raises ValueError for a width that `calib fit` makes no levels for."""
     if type(bits) is not int or bits not in NUQ_BITS:
         raise ValueError(f"{name} must be {', '.join(map(str, NUQ_BITS))}, got {printable(bits)}; 4 is the default")

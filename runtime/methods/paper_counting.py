@@ -112,7 +112,7 @@ def specache_size(bits: int, group: int, exact: int, length: float) -> float:
 
 
 def share(budget: float, length: float, prompt: float | None = None) -> float:
-    """Return the share of `length` tokens that a budget keeps, given as tokens (int) or as a share of `prompt` tokens (float)."""
+    """Returns the share of `length` tokens that a budget keeps, given as tokens (int) or as a share of `prompt` tokens (float)."""
     tokens = budget * prompt if isinstance(budget, float) and prompt is not None else budget
     return tokens / length
 

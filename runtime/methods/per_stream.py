@@ -23,11 +23,11 @@ class PerStream(Generic[T]):
     values: T
 
     def of(self, role: str) -> T:
-        """Return the value for `role`, "keys" or "values"."""
+        """Returns the value for `role`, "keys" or "values"."""
         return dict(zip(STREAMS, self, strict=True))[role]
 
     def map(self, change: Callable[[T], U]) -> "PerStream[U]":
-        """Return the same with `change` applied to both values."""
+        """Returns the same with `change` applied to both values."""
         return PerStream(change(self.keys), change(self.values))
 
     def __iter__(self) -> Iterator[T]:
@@ -47,7 +47,7 @@ def is_per_stream(option: Any) -> bool:
 
 
 def of_streams(name: str, option: T | Streams[T], check: Callable[[str, Any], None] | None = None) -> PerStream[T]:
-    """Return an option's values for keys and for values; what is neither a mapping nor a `PerStream` holds for both.
+    """Returns an option's values for keys and for values; what is neither a mapping nor a `PerStream` holds for both.
 
     Args:
         name: the option's name, for messages.
@@ -74,7 +74,7 @@ def of_streams(name: str, option: T | Streams[T], check: Callable[[str, Any], No
 
 
 def as_written(option: Any) -> Any:
-    """Return an option's value as YAML writes it: a `PerStream` becomes a mapping, also within lists; anything else stays."""
+    """Returns an option's value as YAML writes it: a `PerStream` becomes a mapping, also within lists; anything else stays."""
     if isinstance(option, list | tuple):
         return type(option)(map(as_written, option))
     return dict(zip(STREAMS, option, strict=True)) if isinstance(option, PerStream) else option

@@ -99,7 +99,7 @@ class SpeCache(Method):
 
 
 def check_keeps_all(plan: Plan, method: str) -> None:
-    """Raise ValueError if the plan of `method` cannot be a low-bit copy: its tokens are in host memory, or it evicts some."""
+    """Raises ValueError if the plan of `method` cannot be a low-bit copy: its tokens are in host memory, or it evicts some."""
     if plan.on_host:
         raise ValueError(f"low: {method} lies on the host itself; use a method that keeps every token on the device")
     if plan.evicts:

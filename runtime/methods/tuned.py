@@ -49,7 +49,7 @@ class Choice:
     measured_on: Mapping[str, Any]
 
     def of_layer(self, layer: int) -> dict[str, Any]:
-        """Return all options of a layer; raises ValueError if nothing was chosen for it."""
+        """Returns all options of a layer; raises ValueError if nothing was chosen for it."""
         own = self.layers[layer]
         if own is None:
             raise ValueError(f"nothing was chosen for layer {layer}, which is compressed here; {REMEDY}")
@@ -57,7 +57,7 @@ class Choice:
 
 
 def choices(artifact: Artifact) -> list[Choice]:
-    """Return the choices in the artifact, an empty list if none were tuned; raises `ArtifactError` for a malformed record."""
+    """Returns the choices in the artifact, an empty list if none were tuned; raises `ArtifactError` for a malformed record."""
     record = artifact.provenance.get(KEY)
     if record is None:
         return []
@@ -70,7 +70,7 @@ def choices(artifact: Artifact) -> list[Choice]:
 
 
 def with_choices(artifact: Artifact, new: Sequence[Choice]) -> Artifact:
-    """Return the artifact with the choices `new` added; they replace earlier ones for the same method and budget."""
+    """Returns the artifact with the choices `new` added; they replace earlier ones for the same method and budget."""
     found = {(choice.method, choice.budget): choice for choice in [*choices(artifact), *new]}
     record = {"version": VERSION, "choices": [asdict(found[key]) for key in sorted(found)]}
     return replace(artifact, provenance={**artifact.provenance, KEY: record})
@@ -91,7 +91,7 @@ class Tuned:
             )
 
     def plan(self, layer: int, geometry: Any, artifact: Artifact | None) -> Plan:
-        """Return the layer's plan, of the method with this layer's options; raises `ArtifactError` for options that it refuses."""
+        """Returns the layer's plan, of the method with this layer's options; raises `ArtifactError` for options that it refuses."""
         options, known = self.choice(artifact).of_layer(layer), {field.name for field in fields(self.method)}
         if not known >= options.keys():
             unknown = shortened(", ".join(sorted(options.keys() - known)), LONGEST)
@@ -119,7 +119,7 @@ class Tuned:
         """None: no paper has a formula for options that differ from layer to layer."""
 
     def choice(self, artifact: Artifact | None) -> Choice:
-        """Return the artifact's choice for exactly this method and budget; raises ValueError if there is none."""
+        """Returns the artifact's choice for exactly this method and budget; raises ValueError if there is none."""
         asked = f"method '{self.name}' with tuned={self.tuned:g}"
         if artifact is None:
             raise ValueError(
@@ -145,7 +145,7 @@ def _is_moderate(value: Any) -> bool:
 
 
 def check_one_sequence_state(plans: Mapping[int, Plan]) -> None:
-    """Raise ValueError unless the plans of all layers (by layer) hold equal numbers of tokens in windows, tiers and pages."""
+    """Raises ValueError unless the plans of all layers (by layer) hold equal numbers of tokens in windows, tiers and pages."""
     (first, plan), *others = plans.items()
     for layer, other in others:
         if _sequence_state_of(other) != _sequence_state_of(plan):

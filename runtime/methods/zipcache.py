@@ -188,5 +188,5 @@ class ZipCache(Method):
 
 
 def stages(bits: int, transform: Transform | Measured, codec: Callable[[int], Codec]) -> TierStages:
-    """Return the stages of one stream at `bits`: exact tokens at 16 bits, else `transform` and the codec `codec(bits)`."""
+    """Returns the stages of one stream at `bits`: exact tokens at 16 bits, else `transform` and the codec `codec(bits)`."""
     return TierStages(Identity(), Exact()) if bits == 16 else TierStages(transform, codec(bits))

@@ -36,7 +36,7 @@ class PinnedKV:
         return copied
 
     def of(self, role: str) -> Memory:
-        """Return the function that allocates pages for the pool of "keys" or "values"."""
+        """Returns the function that allocates pages for the pool of "keys" or "values"."""
         return partial(self._zeros, role)
 
     def _zeros(self, role: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -48,7 +48,7 @@ class PinnedKV:
 
 
 def host_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return zeros in host memory. For a CUDA device they are pinned, and the tensor is the device's own view of them: kernels
+    """Returns zeros in host memory. For a CUDA device they are pinned, and the tensor is the device's own view of them: kernels
     read and write them in place, without a copy and without waiting for the host. If memory cannot be pinned, warns and returns
     ordinary memory, which the host copies to and from the device.
     """
@@ -71,7 +71,7 @@ def host_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device)
 
 
 def pinned_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return zeros in pinned memory; RuntimeError where the system refuses to pin it."""
+    """Returns zeros in pinned memory; RuntimeError where the system refuses to pin it."""
     return torch.zeros(shape, dtype=dtype, pin_memory=True)
 
 

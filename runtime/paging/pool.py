@@ -25,7 +25,7 @@ _TOKENS_LAST = (1, 3, 0, 2)  # of `[pages, kv_heads, rows, width]`
 
 
 def device_memory(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return zeros on the device itself."""
+    """Returns zeros on the device itself."""
     return torch.zeros(shape, dtype=dtype, device=device)
 
 
@@ -177,7 +177,7 @@ class PagePool:
                 tensor[target] = tensor[source]
 
     def read(self, pages: Pages, part: str = "") -> Block:
-        """Return pages, still packed, as fields `[rows, kv_heads, width, n * page_tokens / tokens_per_row]`.
+        """Returns pages, still packed, as fields `[rows, kv_heads, width, n * page_tokens / tokens_per_row]`.
 
         `pages` is int32 `[rows, n]`, or a slice for one row whose page numbers are consecutive, which saves a copy. In a pool
         with several parts ("keys.words") only the fields of `part` ("keys.") are read, under their names without the prefix.
@@ -234,7 +234,7 @@ class PagePool:
         put_tokens(self.puts(pages, slots, block))
 
     def puts(self, pages: Tensor, slots: Tensor, block: Block) -> list[Put]:
-        """Return the writes of one token for each of n rows: page numbers and slots int64 `[n]`, fields
+        """Returns the writes of one token for each of n rows: page numbers and slots int64 `[n]`, fields
         `[n, kv_heads, 1, width]`.
 
         Where slots and pages differ by head, both are int64 `[n, kv_heads]`.

@@ -130,7 +130,7 @@ class SequenceState(ABC):
         """Gives every row the pages that the forward will write, and sets `forward.copies` and `forward.oldest`."""
 
     def begin(self, step: int, batch: int, width: int, mask: Tensor | None) -> Forward:
-        """Return the forward number `step`, by the asking layer's count; the first layer to ask starts it.
+        """Returns the forward number `step`, by the asking layer's count; the first layer to ask starts it.
 
         `mask [batch, at least width]` is the padding mask of all columns so far, or None without padding. `width` and the mask
         include a speculative token. Raises RuntimeError after an interrupted forward, ValueError for another batch size or a

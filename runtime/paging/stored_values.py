@@ -19,7 +19,7 @@ class StoredValues(Protocol):
     """The valid values of a field."""
 
     def wrong(self, stored: Tensor) -> str | None:
-        """Return what is wrong with `stored [..., width]`, as the end of a message, or None."""
+        """Returns what is wrong with `stored [..., width]`, as the end of a message, or None."""
         ...
 
 

@@ -39,7 +39,7 @@ class TokenRuns:
         return TokenRuns(self.pages, [first + tokens for first in self.first]) if tokens else self
 
     def puts(self, target: Tensor, source: Tensor, row_tokens: int) -> Iterator[Put]:
-        """Return the writes of a field in which a row covers `row_tokens` tokens: `source [rows, kv_heads, n, width]` into
+        """Returns the writes of a field in which a row covers `row_tokens` tokens: `source [rows, kv_heads, n, width]` into
         pages `target [pages, kv_heads, rows of a page, width]`.
 
         Short runs of several batch rows are written at once; longer ones row by row, whole pages first.

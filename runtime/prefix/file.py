@@ -38,7 +38,7 @@ AGAIN = "run the prompt again and save its cache anew"
 
 
 def write(path: str | os.PathLike[str], document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Write a file atomically; format and checksums are added to `document`. Raises OSError, SafetensorError, StateError."""
+    """Writes a file atomically; format and checksums are added to `document`. Raises OSError, SafetensorError, StateError."""
     _check_spelling(path)
     whole = {"format": FORMAT, "crc32": crc32(tensors), **document}
     whole["sha256"] = canonical_json.sha256(whole)
@@ -47,7 +47,7 @@ def write(path: str | os.PathLike[str], document: Mapping[str, Any], tensors: Ma
 
 
 def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return the checked document and all tensors, which are mapped from the file.
+    """Returns the checked document and all tensors, which are mapped from the file.
 
     Raises OSError if there is no such file, StateError if it is not a saved cache or damaged.
     """
@@ -78,7 +78,7 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Tensor
 
 
 def _check_spelling(path: str | os.PathLike[str]) -> None:
-    """Raise StateError for an object that is no path, and for a path that safetensors can write but not open again."""
+    """Raises StateError for an object that is no path, and for a path that safetensors can write but not open again."""
     if not isinstance(path, str | os.PathLike):
         raise StateError("is no path; name a file of `cache.save`")
     if any(

@@ -65,7 +65,7 @@ def save(
     input_ids: Tensor | None = None,
     storage_bits: float | None = None,
 ) -> None:
-    """Write everything that `cache` holds, or with `storage_bits` its keys and values; arguments as in `CompressedCache.save`.
+    """Writes everything that `cache` holds, or with `storage_bits` its keys and values; arguments as in `CompressedCache.save`.
 
     Raises PrefixError.
     """
@@ -101,7 +101,7 @@ def save(
 
 
 def load(cache: "CompressedCache", path: str | os.PathLike[str], unseen_weights: bool = False) -> None:
-    """Fill `cache`, empty and attached to its model, from a file of `save`; raises PrefixError if the file does not fit it.
+    """Fills `cache`, empty and attached to its model, from a file of `save`; raises PrefixError if the file does not fit it.
 
     `unseen_weights`: accept weights that cannot be compared, because they could not be read on saving nor now.
     """
@@ -160,7 +160,7 @@ def _made(origin: Origin, model: PreTrainedModel) -> dict[str, Any]:
 
 
 def _check_model(saved: Mapping[str, Any], model: PreTrainedModel, unseen_weights: bool) -> None:
-    """Raise StateError unless the model is the saved one; `unseen_weights` accepts weights that could be read neither time."""
+    """Raises StateError unless the model is the saved one; `unseen_weights` accepts weights that could be read neither time."""
     running = fingerprint(model)
     for name in FIELDS[:-1]:
         if saved.get(name) != running[name]:
@@ -179,7 +179,7 @@ def _check_model(saved: Mapping[str, Any], model: PreTrainedModel, unseen_weight
 
 
 def _check_made(said: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    """Raise StateError unless method, options, seed and dtype are those `wanted` (for the stored form the dtype alone)."""
+    """Raises StateError unless method, options, seed and dtype are those `wanted` (for the stored form the dtype alone)."""
     for name, asked in wanted.items():
         made = said.get(name)
         if name == "options" and isinstance(made, dict) and said.get("method") == wanted["method"]:
@@ -209,7 +209,7 @@ def _checked_ids(ids: Tensor, rows: int, columns: int, path: str | os.PathLike[s
 
 
 def _check_tokens(state: State, model: PreTrainedModel) -> None:
-    """Raise StateError for token ids outside the model's embedding."""
+    """Raises StateError for token ids outside the model's embedding."""
     vocabulary = model.get_input_embeddings().weight.shape[0]
     for name in (IDS, "guess"):
         found = state.get(name)

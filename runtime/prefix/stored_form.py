@@ -34,7 +34,7 @@ ARTIFACT = "pass artifact=Artifact.load(...) from `calib fit` to compress"
 
 
 def save(cache: "CompressedCache", model: PreTrainedModel, bits: float) -> tuple[State, str]:
-    """Return the tree for the file, and a hash of the codec's identity. Raises ValueError if this cache cannot be saved so."""
+    """Returns the tree for the file, and a hash of the codec's identity. Raises ValueError if this cache cannot be saved so."""
     _check_takes(cache, (layer.store for layer in cache.compressed if layer.store is not None), WITHOUT)
     lengths, sliding = cache.sequences.lengths, cache.sequences.sliding
     if any(layer.plan.evicts for layer in cache.compressed):
@@ -59,7 +59,7 @@ def fill(
     meaning: str,
     like: Callable[[int], tuple[Tensor, Tensor]],
 ) -> None:
-    """Fill an empty cache from the tree and hash of `save`; `like` returns empty keys and values of a layer, on its device. Raises
+    """Fills an empty cache from the tree and hash of `save`; `like` returns empty keys and values of a layer, on its device. Raises
     ValueError, and then the cache stays empty."""
     lengths, seen = wholes(branch(state, "rows"), "lengths", least=1), whole(state, "seen")
     _check_takes(cache, (_opened(layer, like(number)) for number, layer in enumerate(cache.compressed)), OTHER)
@@ -77,7 +77,7 @@ def fill(
 
 
 def _check_takes(cache: "CompressedCache", stores: Iterable[Store], remedy: str) -> None:
-    """Raise StateError if a store needs queries to store tokens."""
+    """Raises StateError if a store needs queries to store tokens."""
     if any(store.observes for store in stores):
         raise StateError(
             f"{cache.method} decides by queries what it stores, and the file has keys and values alone; {remedy}"

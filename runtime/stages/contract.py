@@ -57,7 +57,7 @@ class SamplesAtoms(Protocol):
         ...
 
     def sampled(self, x: Tensor, rng: SeededRng) -> Tensor:
-        """Sample a row's atoms, float16 `[M, D / chunks]`, from its first chunk `x [1, kv_heads, T, D]`."""
+        """Samples a row's atoms, float16 `[M, D / chunks]`, from its first chunk `x [1, kv_heads, T, D]`."""
         ...
 
 
@@ -101,11 +101,11 @@ class Codec(Protocol):
         ...
 
     def encode(self, x: Tensor, fp32_params: bool | None = None) -> Block:
-        """Encode `x [batch, kv_heads, tokens, head_dim]` into a block; `fp32_params=None` uses `fp32_params(x)`."""
+        """Encodes `x [batch, kv_heads, tokens, head_dim]` into a block; `fp32_params=None` uses `fp32_params(x)`."""
         ...
 
     def decode(self, block: Block, channels: int) -> Tensor:
-        """Decode a block into x^, float32 `[..., kv_heads, tokens, channels]`."""
+        """Decodes a block into x^, float32 `[..., kv_heads, tokens, channels]`."""
         ...
 
     def scores(self, query: Tensor, tile: Block) -> Tensor:
@@ -119,7 +119,7 @@ class Codec(Protocol):
     # Optional: how it encodes.
 
     def encode_pair(self, other: "Codec", pair: tuple[Tensor, Tensor], fp32_params: bool) -> tuple[Block, Block] | None:
-        """Encode the first of two tensors `[batch, kv_heads, tokens, head_dim]`, and the second with codec `other`, in one call;
+        """Encodes the first of two tensors `[batch, kv_heads, tokens, head_dim]`, and the second with codec `other`, in one call;
         None: the caller encodes one after the other."""
         return None
 
@@ -165,8 +165,8 @@ class Codec(Protocol):
         return False
 
     def encode_projected(self, x: Tensor, projection: Projection) -> Block | None:
-        """Encode the components of `x [batch, kv_heads, tokens, head_dim]` with a kernel that also computes these; None if there is
-        none: the caller computes them and calls `encode`."""
+        """Encodes the components of `x [batch, kv_heads, tokens, head_dim]` with a kernel that also computes these; None if there
+        is none: the caller computes them and calls `encode`."""
         return None
 
     def encodes_as_they_lie(self, x: Tensor) -> bool:
@@ -179,11 +179,11 @@ class Codec(Protocol):
         return None
 
     def bound(self, online: Tensor) -> "Codec":
-        """Return the codec for rows whose sampled atoms are `online [rows, M, D / chunks]`."""
+        """Returns the codec for rows whose sampled atoms are `online [rows, M, D / chunks]`."""
         return self
 
     def with_seed(self, seed: int, layer: int) -> "Codec":
-        """Return the codec with its random numbers seeded by `seed` and `layer`."""
+        """Returns the codec with its random numbers seeded by `seed` and `layer`."""
         return self
 
     # Optional: how attention reads it. Without any of these a tile is read by `scores` and `mix`.

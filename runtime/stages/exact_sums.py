@@ -11,7 +11,7 @@ WHOLE_BITS = 22
 
 
 def whole_numbers(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Round `x [..., tokens, D]` to multiples of a unit for each token, a power of two of which no entry has more than 2^22:
+    """Rounds `x [..., tokens, D]` to multiples of a unit for each token, a power of two of which no entry has more than 2^22:
     float64 whole numbers shaped like x, and the units `[..., tokens, 1]`, by which they are to be multiplied."""
     largest = x.abs().amax(-1, keepdim=True).double()
     mantissa, exponent = torch.frexp(largest.clamp(min=2.0**-126))

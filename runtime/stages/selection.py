@@ -46,7 +46,7 @@ class Saliency(Protocol):
         return self.rule.scores(mass, seen)
 
     def observe(self, mass: Tensor, shown: Tensor) -> None:
-        """Update `mass` in place with the mass `shown` that the tokens held before a forward got in it."""
+        """Updates `mass` in place with the mass `shown` that the tokens held before a forward got in it."""
         self.rule.observe(mass, shown)
 
     @property

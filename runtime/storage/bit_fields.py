@@ -27,7 +27,7 @@ class BitFields:
         return -(-sum(self.widths) // WORD_BITS)
 
     def packed(self, numbers: Tensor) -> Tensor:
-        """Pack `numbers [tokens, fields]`, each below 2^width, into int16 `[tokens, words]`."""
+        """Packs `numbers [tokens, fields]`, each below 2^width, into int16 `[tokens, words]`."""
         word, shift, _ = self._places(numbers.device)
         shifted = numbers.to(torch.int32) << shift
         # One extra word, for the upper part of the last field, which is 0.
@@ -36,7 +36,7 @@ class BitFields:
         return found[:, : self.words].to(torch.int16)
 
     def unpacked(self, words: Tensor) -> Tensor:
-        """Unpack int16 `[tokens, words]` into int32 `[tokens, fields]`."""
+        """Unpacks int16 `[tokens, words]` into int32 `[tokens, fields]`."""
         word, shift, mask = self._places(words.device)
         whole = torch.nn.functional.pad(words.to(torch.int32) & 0xFFFF, (0, 1))
         return ((whole[:, word] >> shift) | (whole[:, word + 1] << (WORD_BITS - shift))) & mask

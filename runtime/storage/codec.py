@@ -141,7 +141,7 @@ class Codec:
         entropy: bool = False,
         trellis: bool = False,
     ) -> "Codec":
-        """Return the codec for the model that the artifact was fitted on.
+        """Returns the codec for the model that the artifact was fitted on.
 
         Args:
             artifact: an artifact of `calib fit`, or its path.
@@ -203,7 +203,7 @@ class Codec:
 
     @torch.no_grad()
     def encode(self, chunk: Tensor, start: int) -> Tensor:
-        """Encode a chunk into a blob: uint8 `[size(tokens, start, dtype)]` (with `entropy` at most) in host memory.
+        """Encodes a chunk into a blob: uint8 `[size(tokens, start, dtype)]` (with `entropy` at most) in host memory.
 
         Args:
             chunk: `[2, layers, tokens, kv_heads * head_dim]`, keys after RoPE and values, float32, float16 or bfloat16. It is
@@ -247,7 +247,7 @@ class Codec:
     def decode(
         self, blob: Bytes | Tensor, out: Tensor | None = None, device: torch.device | str | None = None
     ) -> Tensor:
-        """Decode a blob into its chunk `[2, layers, tokens, kv_heads * head_dim]`, in the dtype of the chunk that was encoded.
+        """Decodes a blob into its chunk `[2, layers, tokens, kv_heads * head_dim]`, in the dtype of the chunk that was encoded.
 
         Args:
             blob: bytes, an object with a buffer of bytes, or a uint8 tensor. It need not be trusted.
@@ -282,7 +282,7 @@ class Codec:
 
     @torch.no_grad()
     def start_of(self, chunk: Tensor, candidates: Sequence[int]) -> int:
-        """Estimate the position of a chunk's first token, for engines that do not give it: the one of `candidates` with which keys
+        """Estimates the position of a chunk's first token, for engines that do not give it: the one of `candidates` with which keys
         before RoPE are most like those of the calibration (`start.py`). `chunk` is as in `encode`.
 
         Raises ValueError if no candidate fits, or two fit nearly equally well.

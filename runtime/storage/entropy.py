@@ -109,7 +109,7 @@ class EntropyCoder:
         return max(0, int(tokens * self._least_bits / 8 * 0.99) - 2 * WORD_BYTES)
 
     def coded(self, layers: Sequence[Block]) -> Tensor:
-        """Encode all layers' words, int16 `[tokens, words]` in host memory, into uint8."""
+        """Encodes all layers' words, int16 `[tokens, words]` in host memory, into uint8."""
         numbers = torch.cat([own.unpacked(block["words"]) for own, block in zip(self.fields, layers, strict=True)], -1)
         rows, coder = numbers.T.contiguous(), constriction.stream.queue.RangeEncoder()
         for model, fields in self._models:
@@ -117,7 +117,7 @@ class EntropyCoder:
         return torch.from_numpy(coder.get_compressed().astype("<u4").view("u1"))
 
     def words(self, data: Tensor, tokens: int) -> Tensor:
-        """Decode the output of `coded`, uint8 that need not be trusted, into all layers' words one after the other, int16. Raises
+        """Decodes the output of `coded`, uint8 that need not be trusted, into all layers' words one after the other, int16. Raises
         BlobError if it is no such output."""
         if len(data) % WORD_BYTES:
             raise BlobError(f"the blob's codes have {len(data)} bytes, expected whole words of {WORD_BYTES}; {AGAIN}")

@@ -119,7 +119,8 @@ class Header:
 
     @classmethod
     def read(cls, blob: "Bytes | Tensor") -> "Header":
-        """Read the header of a blob, which may be truncated after it; only the header's own format is checked. Raises BlobError."""
+        """Reads the header of a blob, which may be truncated after it; only the header's own format is checked. Raises
+        BlobError."""
         start = bytes(view_of(blob)[:HEADER_BYTES])
         if len(start) < HEADER_BYTES:
             raise BlobError(f"the blob has {len(start)} bytes, expected at least {HEADER_BYTES} of its header; {AGAIN}")
@@ -177,7 +178,7 @@ def exact_tokens(tokens: int, start: int, sinks: int, fixed_size: bool) -> int:
 def checked(
     blob: "Bytes | Tensor", expected: Header, payload_bytes: Callable[[Header], range]
 ) -> tuple[Header, Tensor]:
-    """Check a whole blob: its header must agree with `expected` in all but dtype, tokens and start, the number of bytes after it
+    """Checks a whole blob: its header must agree with `expected` in all but dtype, tokens and start, the number of bytes after it
     must be in `payload_bytes(header)`, and the checksum must be right. Return the header and a copy of the payload, uint8.
 
     It is a copy, so that checked bytes do not change if a store overwrites its memory meanwhile. Raises BlobError.

@@ -17,7 +17,7 @@ from calib.runtime.tiered.tier_plan import TierPlan, TierStages
 
 
 def heads_of(heads: range | slice | None, count: int) -> range:
-    """Return the chosen KV heads of `count` as a range; raises ValueError if there are none, or if they have gaps."""
+    """Returns the chosen KV heads of `count` as a range; raises ValueError if there are none, or if they have gaps."""
     if heads is None:
         return range(count)
     if isinstance(heads, slice):
@@ -32,7 +32,7 @@ def heads_of(heads: range | slice | None, count: int) -> range:
 
 
 def of_heads(plan: TierPlan, heads: range) -> TierPlan:
-    """Return the `plan` of `klt` for these KV heads alone, in the same order."""
+    """Returns the `plan` of `klt` for these KV heads alone, in the same order."""
     keys, values = (_stages_of(stages, heads) for stages in (plan.keys, plan.values))
     predicted = plan.prediction
     if predicted is not None:

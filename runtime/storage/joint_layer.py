@@ -140,8 +140,8 @@ class JointLayerCoder:
         return to_device(self, device)
 
     def encode(self, keys: Tensor, values: Tensor, before: Tensor | None) -> tuple[Block, Tensor]:
-        """Encode unrotated keys and values, `[kv_heads, tokens, D]`, float, into fields int16 `[tokens, width]`; also return f of
-        both, float32 `[tokens, 2 W]`, for the next layer. `before` is f of the layer before, None in the first layer."""
+        """Encodes unrotated keys and values, `[kv_heads, tokens, D]`, float, into fields int16 `[tokens, width]`; also returnss f
+        of both, float32 `[tokens, 2 W]`, for the next layer. `before` is f of the layer before, None in the first layer."""
         told, numbers = self._start(before, keys.shape[1]), list[Tensor]()
         for stage, x in zip(self._streams, (keys, values), strict=True):
             predicted = stage.known.predicted(told)
@@ -150,7 +150,7 @@ class JointLayerCoder:
         return {"words": self.fields.packed(torch.cat(numbers, -1))}, told[:, told.shape[1] // 2 :]
 
     def decode(self, block: Block, tokens: int, before: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Decode fields into unrotated keys and values, float32 `[kv_heads, tokens, D]`, and f for the next layer."""
+        """Decodes fields into unrotated keys and values, float32 `[kv_heads, tokens, D]`, and f for the next layer."""
         told, found = self._start(before, tokens), list[Tensor]()
         numbers = self.fields.unpacked(block["words"]).split([len(stage.widths) for stage in self._streams], -1)
         for stage, own in zip(self._streams, numbers, strict=True):

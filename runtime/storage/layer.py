@@ -46,7 +46,7 @@ class LayerCoder:
         return LayerCoder(to_device(self.plan, device))
 
     def encode(self, keys: Tensor, values: Tensor, before: Tensor | None = None) -> tuple[Block, None]:
-        """Encode unrotated keys and values, `[kv_heads, tokens, D]`, float, into fields int16 `[tokens, width]`. `before` is not
+        """Encodes unrotated keys and values, `[kv_heads, tokens, D]`, float, into fields int16 `[tokens, width]`. `before` is not
         used and None returned for the next layer: only `joint_layer.py` predicts from the layer before."""
         found: dict[str, Tensor] = {}
         block = self._encoded("keys", self.plan.keys, keys[None], found)
@@ -57,7 +57,7 @@ class LayerCoder:
         return found, None
 
     def decode(self, block: Block, tokens: int, before: Tensor | None = None) -> tuple[Tensor, Tensor, None]:
-        """Decode the fields of `encode` into unrotated keys and values, float32 `[kv_heads, tokens, D]`."""
+        """Decodes the fields of `encode` into unrotated keys and values, float32 `[kv_heads, tokens, D]`."""
         keys, values = (self._decoded(stages, named(block, role), tokens) for role, stages in self.plan.streams())
         own = named(block, "keys")
         if own and self.plan.prediction is not None:

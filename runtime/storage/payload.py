@@ -68,7 +68,7 @@ class Payload:
         return found
 
     def shortened(self, data: Tensor, header: Header) -> Tensor:
-        """Return the payload `data`, uint8, with its words entropy-coded, if there is a coder and that is shorter; else `data`."""
+        """Returns the payload `data`, uint8, with its words entropy-coded, if there is a coder and that is shorter; else `data`."""
         if self.entropy is None:
             return data
         coded = self.entropy.coded(self.blocks(self.words(data, header), header.tokens))

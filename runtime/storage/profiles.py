@@ -33,7 +33,7 @@ class Coders(NamedTuple):
 
 
 def profile_of(asked: str | None, artifact: Artifact, klt: Klt, heads: range) -> str:
-    """Return the profile `asked`; for None "storage" if the artifact and the other options allow it, else "heads".
+    """Returns the profile `asked`; for None "storage" if the artifact and the other options allow it, else "heads".
 
     Raises ValueError for another name, and for "storage" with options that exclude it; ArtifactError if the artifact has no
     tensors for it.
@@ -58,7 +58,7 @@ def profile_of(asked: str | None, artifact: Artifact, klt: Klt, heads: range) ->
 
 
 def coders_of(profile: str, artifact: Artifact, klt: Klt, heads: range) -> Coders:
-    """Return the coders for a profile of `profile_of`, the KV heads of a chunk and the budget in `klt`."""
+    """Returns the coders for a profile of `profile_of`, the KV heads of a chunk and the budget in `klt`."""
     sizes = artifact.fingerprint
     if profile == "storage":
         assert klt.bits is not None

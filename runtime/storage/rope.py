@@ -19,7 +19,7 @@ LONGEST = 120  # characters of transformers' own message
 
 
 def rotation_of(artifact: Artifact) -> Rotation:
-    """Return the rotation as the model's class in transformers computes it. Raises ArtifactError if there is no such class or it
+    """Returns the rotation as the model's class in transformers computes it. Raises ArtifactError if there is no such class or it
     differs from the fingerprint, and ValueError if RoPE cannot be undone."""
     fingerprint = artifact.fingerprint
     config = _config(fingerprint)

@@ -16,7 +16,7 @@ __all__ = ["CacheEntry", "Entry", "Given", "MethodEntry", "PeerEntry", "ResultsE
 
 
 def read_entries(content: Any) -> tuple[Entry, ...]:
-    """Build the rows from `methods`; an item `{group: TEXT}` is a heading for the rows after it. Raises UsageError."""
+    """Builds the rows from `methods`; an item `{group: TEXT}` is a heading for the rows after it. Raises UsageError."""
     entries, group = [], ""
     for position, item in enumerate(items(content, "methods", "{name: LABEL, method: NAME, ...}")):
         if set(item) == {"group"}:
@@ -40,7 +40,7 @@ def read_entries(content: Any) -> tuple[Entry, ...]:
 
 
 def items(content: Any, key: str, example: str) -> Sequence[Mapping[str, Any]]:
-    """Return `content` if it is a non-empty list of mappings with text keys; raises UsageError otherwise."""
+    """Returns `content` if it is a non-empty list of mappings with text keys; raises UsageError otherwise."""
     if not isinstance(content, list) or not content:
         raise UsageError(f"'{key}' must be a list of entries such as `{example}`, got {printable(content)}")
     for position, item in enumerate(content):

@@ -61,7 +61,7 @@ class Entry(ABC):
         """Name of the method or cache."""
 
     def options_for(self, title: str) -> dict[str, Any]:
-        """Return the options for the column `title`; raises UsageError if a mapping has no value for it."""
+        """Returns the options for the column `title`; raises UsageError if a mapping has no value for it."""
         found = {}
         for name, value in self.options.items():
             by_column = _has_names(value) and (name not in MAPPINGS or any(map(_has_names, value.values())))
@@ -80,7 +80,7 @@ class Entry(ABC):
 
     @abstractmethod
     def all_options(self, title: str) -> dict[str, Any]:
-        """Return all options for the column `title` as plain JSON, including those at their default.
+        """Returns all options for the column `title` as plain JSON, including those at their default.
 
         Raises UsageError for invalid options; nothing has to be loaded for this check.
         """
@@ -91,11 +91,11 @@ class Entry(ABC):
 
     @abstractmethod
     def check(self, given: Given, column: Column) -> None:
-        """Raise UsageError if the row cannot be used with the model or the column."""
+        """Raises UsageError if the row cannot be used with the model or the column."""
 
     @abstractmethod
     def answers(self, given: Given, column: Column, batches: Sequence[Any]) -> Iterator[tuple[Any, CacheSize]]:
-        """Yield, for each batch, its part of the column's figures, and the size of its cache at the end."""
+        """Yields, for each batch, its part of the column's figures, and the size of its cache at the end."""
 
     def counted_bits(self, given: Given, column: Column) -> float | None:
         """Bits per value as counted by the method's paper, for this column's lengths; None if there is no formula."""
@@ -115,18 +115,18 @@ class CacheEntry(Entry):
 
     @abstractmethod
     def open(self, given: Given, title: str) -> Cache:
-        """Return an empty cache with the options for the column `title`; release it with `close`.
+        """Returns an empty cache with the options for the column `title`; release it with `close`.
 
         Raises ValueError, TypeError or ImportError for options that are refused.
         """
 
     @abstractmethod
     def close(self, cache: Cache) -> None:
-        """Detach the cache from the model."""
+        """Detaches the cache from the model."""
 
     @abstractmethod
     def cache_size(self, given: Given, cache: Cache, tokens: int) -> CacheSize:
-        """Return the cache's size; `tokens` is the number of tokens without padding that it has seen, over all rows."""
+        """Returns the cache's size; `tokens` is the number of tokens without padding that it has seen, over all rows."""
 
     def check(self, given: Given, column: Column) -> None:
         with self.refusing():
@@ -160,7 +160,7 @@ class Seen:
         self.fed = mask.sum() if mask is not None else self.fed + ids.numel()
 
     def tokens(self) -> int:
-        """Return the number of tokens over all rows."""
+        """Returns the number of tokens over all rows."""
         return int(self.fed)
 
 

@@ -31,7 +31,7 @@ class MethodEntry(CacheEntry):
 
     @staticmethod
     def of(label: str, group: str, name: str, options: dict[str, Any]) -> "MethodEntry":
-        """Build the row from the options of the configuration; their entry `artifact` sets `uses_artifact`.
+        """Builds the row from the options of the configuration; their entry `artifact` sets `uses_artifact`.
 
         By default a row uses the artifact if its options, or a mapping of `MAPPINGS`, have `statistics: calibrated`.
         """
@@ -47,7 +47,7 @@ class MethodEntry(CacheEntry):
         return self.name
 
     def build(self, title: str) -> Method:
-        """Build the method for the column `title`; raises UsageError for invalid options."""
+        """Builds the method for the column `title`; raises UsageError for invalid options."""
         with self.refusing():
             return build(self.name, self.options_for(title))
 

@@ -29,7 +29,7 @@ class Peer(ABC):
 
     @abstractmethod
     def build(self, config: PreTrainedConfig, device: torch.device) -> Cache:
-        """Return an empty cache."""
+        """Returns an empty cache."""
 
 
 @dataclass(frozen=True)
@@ -150,6 +150,6 @@ def values_of_token(config: PreTrainedConfig) -> int:
 
 
 def slides(config: PreTrainedConfig) -> list[bool]:
-    """Return for each layer whether transformers keeps only a sliding window of it."""
+    """Returns for each layer whether transformers keeps only a sliding window of it."""
     layers: list[Any] = list(DynamicCache(config=config).layers)
     return [type(layer) is not DynamicLayer for layer in layers]

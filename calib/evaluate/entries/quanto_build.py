@@ -16,7 +16,7 @@ PAUSE = 1.0  # seconds between two checks
 
 
 def build_folders() -> list[Path]:
-    """Return the folders in which quanto builds its extensions; empty if it is not installed."""
+    """Returns the folders in which quanto builds its extensions; empty if it is not installed."""
     try:
         from optimum.quanto.library.extensions import get_extension, is_extension_available
     except ImportError:
@@ -26,7 +26,7 @@ def build_folders() -> list[Path]:
 
 
 def wait_for_builds(folders: Iterable[Path], limit: float = LIMIT) -> None:
-    """Wait while another process builds, with a log message; raises ValueError for a lock older than `limit` seconds."""
+    """Waits while another process builds, with a log message; raises ValueError for a lock older than `limit` seconds."""
     for folder in folders:
         lock, told = folder / LOCK, False
         while (age := age_of(lock)) is not None:
@@ -42,7 +42,7 @@ def wait_for_builds(folders: Iterable[Path], limit: float = LIMIT) -> None:
 
 
 def age_of(lock: Path) -> float | None:
-    """Return the seconds since the lock was made; None if there is no lock."""
+    """Returns the seconds since the lock was made; None if there is no lock."""
     try:
         return time.time() - lock.stat().st_mtime
     except OSError:

@@ -44,7 +44,7 @@ class ResultsEntry(Entry):
 
     @staticmethod
     def of(label: str, group: str, options: Mapping[str, Any], path: object) -> "ResultsEntry":
-        """Read the file; raises UsageError if there are options, or if the file is missing or has no results."""
+        """Reads the file; raises UsageError if there are options, or if the file is missing or has no results."""
         if options:
             raise UsageError(f"methods: '{label}': results in a file have no option, got {', '.join(options)}")
         if not isinstance(path, str) or not Path(path).is_file():
@@ -70,7 +70,7 @@ class ResultsEntry(Entry):
         return any(found["title"] == column.title for found in self.content["columns"])
 
     def check(self, given: Given, column: Column) -> None:
-        """Raise UsageError if the answers are for another model, dtype or other cases than the column's."""
+        """Raises UsageError if the answers are for another model, dtype or other cases than the column's."""
         dtype = str(given.model.dtype).removeprefix("torch.")
         for what, theirs, ours in (
             ("model", self.content["weights"], given.identity["weights"]),
@@ -99,7 +99,7 @@ class ResultsEntry(Entry):
 
 
 def check(content: object) -> None:
-    """Raise ValueError that names the first missing or wrong entry of results."""
+    """Raises ValueError that names the first missing or wrong entry of results."""
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ValueError(f"its format is none of ours ({FORMAT})")
     for name, kind in ENTRIES.items():

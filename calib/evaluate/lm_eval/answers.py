@@ -24,7 +24,7 @@ Answer = tuple[float, bool] | str  # log-likelihood in nats and whether the cont
 def answered(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, cache: Cache, batch: Batch, chunk: int
 ) -> list[Answer]:
-    """Return the answers to a batch; continuations are fed in chunks of `chunk` tokens. Raises RunError for NaN logits."""
+    """Returns the answers to a batch; continuations are fed in chunks of `chunk` tokens. Raises RunError for NaN logits."""
     rows = batch.rows
     if isinstance(rows[0], Prompt):
         return list(generated(model, tokenizer, cache, [row for row in rows if isinstance(row, Prompt)]))
@@ -35,7 +35,7 @@ def answered(
 def log_likelihoods(
     model: PreTrainedModel, cache: Cache, rows: Sequence[Scored], pad: int, chunk: int
 ) -> list[tuple[float, bool]]:
-    """Return, for each continuation, its log-likelihood in nats and whether each of its tokens is the most likely one."""
+    """Returns, for each continuation, its log-likelihood in nats and whether each of its tokens is the most likely one."""
     feed, device = Feed(model, cache), model.device
     if len(rows[0].context) > 1:
         feed(*left_padded([row.context[:-1] for row in rows], pad, device), only_last=True)
@@ -56,6 +56,6 @@ def log_likelihoods(
 
 
 def right_padded(rows: Sequence[list[int]], pad: int, device: torch.device) -> Tensor:
-    """Return right-padded ids [rows, longest] int64."""
+    """Returns right-padded ids [rows, longest] int64."""
     longest = max(map(len, rows))
     return torch.tensor([row + [pad] * (longest - len(row)) for row in rows], device=device)

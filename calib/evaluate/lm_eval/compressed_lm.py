@@ -69,7 +69,7 @@ class CompressedLM(RowsLM):
         return self.model.device
 
     def answers(self, rows: Sequence[Row], quiet: bool) -> list[Answer]:
-        """Answer the rows in batches, each with a new cache; answers are in the order of `rows`."""
+        """Answers the rows in batches, each with a new cache; answers are in the order of `rows`."""
         found: dict[int, Answer] = {}
         with tqdm(total=len(rows), disable=quiet, desc=f"through {self.method}") as bar:
             for batch in in_batches(rows, self.batch_size, self.chunk, self.max_length):
@@ -83,5 +83,5 @@ class CompressedLM(RowsLM):
         return [found[position] for position in range(len(rows))]
 
     def get_model_info(self) -> Mapping[str, Any]:
-        """Return method, options and chunk for the `config` entry of lm-eval's results."""
+        """Returns method, options and chunk for the `config` entry of lm-eval's results."""
         return {"cache": self.method, "cache_options": dict(self.options), "chunk": self.chunk}

@@ -19,7 +19,7 @@ def spelled(metric: str) -> str:
 
 
 def figures(results: Mapping[str, Any]) -> dict[str, float | int]:
-    """Return the figures of one task's results.
+    """Returns the figures of one task's results.
 
     If a metric has several filters, the first one's figure has no filter name. Intervals are normal 95 % intervals from lm-eval's
     standard error, if there is one: the interval of the quality (`figures.scalars`) is `low` to `high`, others have the figure's

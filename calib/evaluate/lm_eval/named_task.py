@@ -81,7 +81,7 @@ class NamedTask:
         self.metrics = list(dict.fromkeys(spelled(metric) for task in self.tasks for metric in task.aggregation()))
 
     def requests(self) -> dict[str, list[Instance]]:
-        """Return all requests by kind, in the order of lm-eval's `evaluate`; a repeated request occurs several times."""
+        """Returns all requests by kind, in the order of lm-eval's `evaluate`; a repeated request occurs several times."""
         found: dict[str, list[Instance]] = {}
         chat: dict[str, Any] = {}
         if self.chat is not None:
@@ -95,14 +95,14 @@ class NamedTask:
         return found
 
     def results(self, lm: RowsLM) -> dict[str, Any]:
-        """Return lm-eval's metrics of the answers of `lm`: `acc,none`, `acc_stderr,none`, ..."""
+        """Returns lm-eval's metrics of the answers of `lm`: `acc,none`, `acc_stderr,none`, ..."""
         with self._state():
             given = {"limit": self.cases, "bootstrap_iters": DRAWS, "log_samples": False}
             found = evaluate(lm, self.loaded, apply_chat_template=self.chat is not None, **given)["results"]
             return dict(found[self.tasks[0].task_name if len(self.tasks) == 1 else self.name])
 
     def _figures_of(self) -> Any:
-        """Return the only task, or the group that has the metrics."""
+        """Returns the only task, or the group that has the metrics."""
         return self.tasks[0] if len(self.tasks) == 1 else self.loaded["groups"].get(self.name)
 
     def _check(self) -> None:
@@ -122,7 +122,7 @@ class NamedTask:
                     raise UsageError(f"tasks.lm_eval: '{task.task_name}' {what}, which is not done here; leave it out")
 
     def _hash(self, requests: Sequence[Instance]) -> str:
-        """Return the SHA-256 of the requests, the documents with their targets, and the tasks' configurations."""
+        """Returns the SHA-256 of the requests, the documents with their targets, and the tasks' configurations."""
         configs = [{key: value for key, value in task.dump_config().items() if key not in WHERE} for task in self.tasks]
         asked = [[request.request_type, request.args, request.doc] for request in requests]
         text = json.dumps([configs, asked], sort_keys=True, default=plain_name)
@@ -155,7 +155,7 @@ class NamedTask:
 
 
 def known_tasks(include_path: Folders, names: Sequence[str]) -> TaskManager:
-    """Return a manager of lm-eval's tasks and those of the YAML files in `include_path`; raises UsageError if a folder is missing.
+    """Returns a manager of lm-eval's tasks and those of the YAML files in `include_path`; raises UsageError if a folder is missing.
 
     lm-eval reads thousands of files to index its own tasks, so they are skipped if the folders have all of `names`.
     """
@@ -171,7 +171,7 @@ def known_tasks(include_path: Folders, names: Sequence[str]) -> TaskManager:
 
 
 def check_name(manager: TaskManager, name: str) -> None:
-    """Raise UsageError for a name that lm-eval does not know, with the nearest known names."""
+    """Raises UsageError for a name that lm-eval does not know, with the nearest known names."""
     if name in manager.all_tasks:
         return
     near = get_close_matches(name, manager.all_tasks, n=3, cutoff=0.6)
@@ -180,7 +180,7 @@ def check_name(manager: TaskManager, name: str) -> None:
 
 
 def load(manager: TaskManager, name: str) -> Any:
-    """Load the tasks and groups of a name with their data; raises UsageError if that fails."""
+    """Loads the tasks and groups of a name with their data; raises UsageError if that fails."""
     try:
         with without_waiting_for_the_hub():
             return manager.load([name])
@@ -197,5 +197,5 @@ def load(manager: TaskManager, name: str) -> Any:
 
 
 def plain_name(value: Any) -> str:
-    """Return a name for an object that JSON cannot represent: the function's or the type's, which is the same in every process."""
+    """Returns a name for an object that JSON cannot represent: the function's or the type's, which is the same in every process."""
     return str(getattr(value, "__name__", type(value).__name__))

@@ -18,7 +18,7 @@ class Recorder(RowsLM):
         self.rows: list[Row] = []
 
     def answers(self, rows: Sequence[Row], quiet: bool) -> list[Answer]:
-        """Record the rows, and return a dummy answer of the right kind for each."""
+        """Records the rows, and returns a dummy answer of the right kind for each."""
         self.rows += rows
         return [(0.0, False) if isinstance(row, Scored) else "" for row in rows]
 
@@ -42,7 +42,7 @@ class Replay(RowsLM):
         return len(self._answered)
 
     def answers(self, rows: Sequence[Row], quiet: bool) -> list[Answer]:
-        """Return the next answers."""
+        """Returns the next answers."""
         known, self._answered = self._answered[: len(rows)], self._answered[len(rows) :]
         if [row for row, _ in known] != list(rows):
             raise RunError(

@@ -37,24 +37,24 @@ class Batch(NamedTuple):
     rows: Sequence[Row]
 
     def prefill(self, chunk: int) -> list[int]:
-        """Return the tokens of each row's first forward."""
+        """Returns the tokens of each row's first forward."""
         return [
             len(row.context) - 1 or min(chunk, self.most()) if isinstance(row, Scored) else len(row.context)
             for row in self.rows
         ]
 
     def lengths(self) -> list[int]:
-        """Return the tokens of each row in the cache at the end; for generation, at most so many."""
+        """Returns the tokens of each row in the cache at the end; for generation, at most so many."""
         return [len(row.context) - 1 + (self.most() if isinstance(row, Scored) else row.new) for row in self.rows]
 
     def most(self) -> int:
-        """Return the tokens fed to each row after its prefill (all of the context except its last token): those of the longest
+        """Returns the tokens fed to each row after its prefill (all of the context except its last token): those of the longest
         continuation."""
         return max(len(row.continuation) for row in self.rows if isinstance(row, Scored))
 
 
 def length_of(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the model's length in tokens from its configuration or tokenizer, or lm-eval's default if neither has one."""
+    """Returns the model's length in tokens from its configuration or tokenizer, or lm-eval's default if neither has one."""
     text = config.get_text_config(decoder=True)
     known = [getattr(text, name, None) for name in LENGTHS]
     limit = getattr(tokenizer, "model_max_length", None)
@@ -63,7 +63,7 @@ def length_of(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> i
 
 
 def scored(context: list[int], continuation: list[int], longest: int) -> Scored:
-    """Return a row whose context is cut on the left so that at most `longest` tokens are fed (the last token is not fed).
+    """Returns a row whose context is cut on the left so that at most `longest` tokens are fed (the last token is not fed).
 
     Raises UsageError for an empty continuation, and for one that is longer than `longest`.
     """
@@ -75,7 +75,7 @@ def scored(context: list[int], continuation: list[int], longest: int) -> Scored:
 
 
 def prompt(context: list[int], settings: Mapping[str, Any], ends: Sequence[str], new: int, longest: int) -> Prompt:
-    """Return the row of a generation request, with its context cut on the left so that the new tokens fit.
+    """Returns the row of a generation request, with its context cut on the left so that the new tokens fit.
 
     Args:
         context: ids of the prompt.
@@ -108,7 +108,7 @@ def prompt(context: list[int], settings: Mapping[str, Any], ends: Sequence[str],
 
 
 def in_batches(rows: Sequence[Row], size: int, chunk: int, longest: int) -> list[Batch]:
-    """Group rows into batches that can be fed together with little padding.
+    """Groups rows into batches that can be fed together with little padding.
 
     Shorter continuations are right-padded to the longest of the batch, so rows with equal numbers of chunks are grouped, and
     padding must not exceed the model's length `longest`. Rows with a context of one token have no prefill and are never mixed with
@@ -129,14 +129,14 @@ def in_batches(rows: Sequence[Row], size: int, chunk: int, longest: int) -> list
 
 
 def fed_like(row: Row) -> tuple[Any, ...]:
-    """Return a key that is equal for rows that may be in one batch."""
+    """Returns a key that is equal for rows that may be in one batch."""
     if isinstance(row, Scored):
         return "scored", len(row.context) == 1
     return "prompt", row.new, row.until, json.dumps(row.options, sort_keys=True, default=str)
 
 
 def order(row: Row, chunk: int) -> tuple[Any, ...]:
-    """Return a sort key: neighbours need little padding, and the longest rows come first, so that lack of memory shows early."""
+    """Returns a sort key: neighbours need little padding, and the longest rows come first, so that lack of memory shows early."""
     if isinstance(row, Scored):
         chunks = -(-len(row.continuation) // chunk)
         return *fed_like(row), -chunks, -len(row.context) - len(row.continuation), len(row.context)

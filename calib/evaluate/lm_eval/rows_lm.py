@@ -29,7 +29,7 @@ class RowsLM(TemplateLM):
 
     @abc.abstractmethod
     def answers(self, rows: Sequence[Row], quiet: bool) -> list[Answer]:
-        """Return one answer for each row; `quiet` hides the progress bar."""
+        """Returns one answer for each row; `quiet` hides the progress bar."""
 
     @property
     def eot_token_id(self) -> int | None:
@@ -52,7 +52,7 @@ class RowsLM(TemplateLM):
         return str(self.tokenizer.name_or_path).replace("/", "__")
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """Render a conversation with the chat template; without a generation prompt the last message is left open to continue."""
+        """Renders a conversation with the chat template; without a generation prompt the last message is left open to continue."""
         return str(
             self.tokenizer.apply_chat_template(
                 chat_history,
@@ -63,7 +63,7 @@ class RowsLM(TemplateLM):
         )
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """Return the ids of a text; by default with special tokens, unless the text already begins with the first one."""
+        """Returns the ids of a text; by default with special tokens, unless the text already begins with the first one."""
         first = self.tokenizer.bos_token or self.tokenizer.eos_token
         if add_special_tokens is None and first and string.startswith(first):
             add_special_tokens = False
@@ -71,7 +71,7 @@ class RowsLM(TemplateLM):
         return list(self.tokenizer.encode(string, **special))
 
     def _loglikelihood_tokens(self, requests: Sequence[Any], disable_tqdm: bool = False, **kwargs: Any) -> list[Any]:
-        """Return (log-likelihood in nats, whether it is greedy) for each ((context, continuation), their ids)."""
+        """Returns (log-likelihood in nats, whether it is greedy) for each ((context, continuation), their ids)."""
         rows = [scored(context, continuation, self.max_length) for _, context, continuation in requests]
         found = self.answers(rows, disable_tqdm)
         for (texts, *_), answer in zip(requests, found, strict=True):
@@ -79,7 +79,7 @@ class RowsLM(TemplateLM):
         return found
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Return the log-likelihood in nats of each whole text, in lm-eval's windows of the model's length."""
+        """Returns the log-likelihood in nats of each whole text, in lm-eval's windows of the model's length."""
         texts = [request.args[0] for request in requests]
         windows = [
             [
@@ -97,7 +97,7 @@ class RowsLM(TemplateLM):
         return sums
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Return the text generated after each prompt, up to the first stop text."""
+        """Returns the text generated after each prompt, up to the first stop text."""
         ends = [] if self.eot_token_id is None else [self.tokenizer.decode(self.eot_token_id)]
         rows = []
         for text, settings in (request.args for request in requests):

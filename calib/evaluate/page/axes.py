@@ -24,7 +24,7 @@ class Axis:
         return (value - low) / (high - low)
 
     def ticks(self) -> list[float]:
-        """Round numbers within the axis."""
+        """Rounds numbers within the axis."""
         if not self.logarithmic:
             return linear_ticks(self.low, self.high)
         decades = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
@@ -46,7 +46,7 @@ def linear_ticks(low: float, high: float) -> list[float]:
 
 
 def axis_of(values: Sequence[float], ratios: bool) -> Axis:
-    """Return an axis that covers all `values`, at least one; `ratios` allows a logarithmic axis for positive values."""
+    """Returns an axis that covers all `values`, at least one; `ratios` allows a logarithmic axis for positive values."""
     low, high = min(values), max(values)
     if ratios and low > 0 and high / low >= FAR:
         spare = (high / low) ** PADDING
@@ -56,7 +56,7 @@ def axis_of(values: Sequence[float], ratios: bool) -> Axis:
 
 
 def bits_axis(values: Sequence[float]) -> Axis:
-    """Return a logarithmic axis for bits per value, so that halving is the same distance everywhere."""
+    """Returns a logarithmic axis for bits per value, so that halving is the same distance everywhere."""
     low, high = min(values), max(values)
     spare = max(high / low, 2.0) ** PADDING
     return Axis(low / spare, high * spare, True)

@@ -29,7 +29,7 @@ class Box:
 def place(
     names: Sequence[str], points: Sequence[tuple[float, float]], frame: Box, letter: float, radius: float
 ) -> list[Box | None]:
-    """Return a box next to its point for each name, or None if there is no free one. Earlier names have priority.
+    """Returns a box next to its point for each name, or None if there is no free one. Earlier names have priority.
 
     Args:
         names: the names, most important first.
@@ -50,7 +50,7 @@ def place(
 
 
 def around(x: float, y: float, wide: float, high: float, gap: float) -> list[Box]:
-    """Return candidate boxes to the right, to the left, above and below a point, then at its corners."""
+    """Returns candidate boxes to the right, to the left, above and below a point, then at its corners."""
     lefts = {"right": x + gap, "middle": x - wide / 2, "left": x - gap - wide}
     tops = {"middle": y - high / 2, "above": y - gap - high, "below": y + gap}
     order = [("right", "middle"), ("left", "middle"), ("middle", "above"), ("middle", "below")]

@@ -13,7 +13,8 @@ HOST, WHOLE = "host memory", "device"
 
 
 def looks(found: Sequence[Row]) -> dict[str, str]:
-    """Return the CSS class of every kind of memory in a run, the same for all columns; the largest kinds have their own colours."""
+    """Returns the CSS class of every kind of memory in a run, the same for all columns; the largest kinds have their own
+    colours."""
     total = sum((Counter(bits) for row in found for bits in spent(row.cells.values())), Counter[str]())
     kinds = [kind for kind, _ in total.most_common() if kind != HOST]
     own = kinds if len(kinds) <= COLOURS else kinds[: COLOURS - 1]
@@ -27,7 +28,7 @@ def looks(found: Sequence[Row]) -> dict[str, str]:
 
 
 def memory_bars(found: Sequence[Row], title: str, look: Mapping[str, str]) -> Iterator[str]:
-    """Yield the bars of one column with a legend; nothing if no cell has a size."""
+    """Yields the bars of one column with a legend; nothing if no cell has a size."""
     bars = {row.name: bits for row in found if title in row.cells for bits in spent([row.cells[title]])}
     if not bars:
         return
@@ -44,12 +45,12 @@ def memory_bars(found: Sequence[Row], title: str, look: Mapping[str, str]) -> It
 
 
 def spent(cells: Iterable[Cell]) -> Iterator[dict[str, float]]:
-    """Yield the bits per value by kind for each cell that was measured."""
+    """Yields the bits per value by kind for each cell that was measured."""
     return (pieces(cell) for cell in cells if "sizes" in cell)
 
 
 def pieces(cell: Cell) -> dict[str, float]:
-    """Return a cell's bits per value by kind of memory. Runs of earlier releases have one kind for the whole device."""
+    """Returns a cell's bits per value by kind of memory. Runs of earlier releases have one kind for the whole device."""
     sizes: Mapping[str, Any] = cell["sizes"]
     bits, measured = sizes["bits_per_value"], sizes["measured_bytes"]
     each = bits / measured if measured else 0.0  # bits per value of one byte
@@ -59,7 +60,7 @@ def pieces(cell: Cell) -> dict[str, float]:
 
 
 def bar(name: str, bits: Mapping[str, float], look: Mapping[str, str], most: float) -> Iterator[str]:
-    """Yield a method's bar; the number next to it does not include host memory."""
+    """Yields a method's bar; the number next to it does not include host memory."""
     listed = ", ".join(f"{kind} {amount:.2f}" for kind, amount in bits.items())
     track = "".join(f'<i class="{look[kind]}" style="width:{100 * bits[kind] / most:.2f}%"></i>' for kind in bits)
     yield f'<div class="bar" title="{words(f"{name}: {listed}")}"><span class="label">{words(name)}</span>'

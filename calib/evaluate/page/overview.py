@@ -51,7 +51,7 @@ class Part:
     first: bool  # whether it is the first one of its column of the run
 
     def shown(self, cell: Cell | None) -> str:
-        """Return the HTML of the table's cell; empty if there is no value."""
+        """Returns the HTML of the table's cell; empty if there is no value."""
         look = ' class="first"' if self.first else ""
         if cell is not None and "error" in cell and self.first:
             return f'<td class="first failed" data-value="" title="{words(cell["error"])}">{FAILED}</td>'
@@ -67,7 +67,7 @@ class Part:
         return f'<td{look} data-value="{value!r}">{text}{small}</td>'
 
     def value(self, cell: Cell) -> float | None:
-        """Return the cell's value, or None if it has none."""
+        """Returns the cell's value, or None if it has none."""
         found: float | None = BITS[self.name](cell) if self.name in BITS else cell["figures"].get(self.name)
         return found
 
@@ -79,7 +79,7 @@ BITS = {
 
 
 def overview(run: Run) -> Iterator[str]:
-    """Yield the HTML of the table; on a narrow screen it scrolls sideways, and the methods' names stay visible."""
+    """Yields the HTML of the table; on a narrow screen it scrolls sideways, and the methods' names stay visible."""
     found, parts, nothing = rows(run), list[Part](), unsolved(run)
     for title in titles(run):
         names = (*figures_of(found, title), *BITS)
@@ -105,11 +105,11 @@ def overview(run: Run) -> Iterator[str]:
 
 
 def figures_of(found: Sequence[Row], title: str) -> list[str]:
-    """Return the names of the figures of a column's cells, the quality first."""
+    """Returns the names of the figures of a column's cells, the quality first."""
     return scalars(figures(row, title) for row in found)
 
 
 def figures(row: Row, title: str) -> Mapping[str, Any]:
-    """Return the figures of a row's cell; empty if it failed or is missing."""
+    """Returns the figures of a row's cell; empty if it failed or is missing."""
     found: Mapping[str, Any] = row.cells.get(title, {}).get("figures", {})
     return found

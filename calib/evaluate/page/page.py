@@ -29,7 +29,7 @@ class Drawn:
 
 
 def page(run: Run, command: str, further: Sequence[Table] = (), drawn: Drawn | None = None) -> str:
-    """Return the HTML page of a checked run.
+    """Returns the HTML page of a checked run.
 
     Args:
         run: the content of `results.json`; all texts in it are escaped.
@@ -55,7 +55,7 @@ def page(run: Run, command: str, further: Sequence[Table] = (), drawn: Drawn | N
 
 
 def subject(run: Run) -> str:
-    """Return a sentence on the model and the settings."""
+    """Returns a sentence on the model and the settings."""
     config = run["config"]
     return (
         f"{config.get('model')} in {config.get('dtype')} on {config.get('device')}, seed {config.get('seed')}, "
@@ -64,7 +64,7 @@ def subject(run: Run) -> str:
 
 
 def of_column(found: Sequence[Row], column: dict[str, Any], look: Mapping[str, str], first: bool) -> Iterator[str]:
-    """Yield the section of one column: the scatter, maps of its parts, and its memory bars (open for the first column only)."""
+    """Yields the section of one column: the scatter, maps of its parts, and its memory bars (open for the first column only)."""
     title = column["title"]
     yield f"<h2>{words(title)}</h2>"
     yield f"<p>{words(column['measures'])}; {words(settings(column, 'sha256'))}</p>"
@@ -80,7 +80,7 @@ def of_column(found: Sequence[Row], column: dict[str, Any], look: Mapping[str, s
 
 
 def points_of(found: Sequence[Row], title: str, name: str) -> list[Point]:
-    """Return a point for each method that has the figure `name` on a column."""
+    """Returns a point for each method that has the figure `name` on a column."""
     known = {row.name: figures(row, title) for row in found}
     return [
         Point(
@@ -97,12 +97,12 @@ def points_of(found: Sequence[Row], title: str, name: str) -> list[Point]:
 
 
 def settings(column: dict[str, Any], *but: str) -> str:
-    """Return a column's settings as text, without the entries of `TOLD` and `but`."""
+    """Returns a column's settings as text, without the entries of `TOLD` and `but`."""
     return ", ".join(f"{name} {inline(value)}" for name, value in column.items() if name not in (*TOLD, *but))
 
 
 def failures(run: Run) -> Iterator[str]:
-    """Yield a list of the failed cells; nothing if there are none."""
+    """Yields a list of the failed cells; nothing if there are none."""
     failed = [cell for cell in run["cells"] if "error" in cell]
     if failed:
         yield "<h2>Failed cells</h2><ul>"
@@ -113,7 +113,7 @@ def failures(run: Run) -> Iterator[str]:
 
 
 def provenance(run: Run, command: str) -> Table:
-    """Return a table of everything needed to repeat the run."""
+    """Returns a table of everything needed to repeat the run."""
     model = run["model"]
     shape = {key: model[key] for key in ("layers", "heads", "kv_heads", "head_dim", "vocab_size") if key in model}
     weights = model.get("weights")

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 
 def front(points: Sequence[tuple[float, float]], less: bool) -> list[int]:
-    """Return the indices of the points (bits, quality) on the front, from few bits to many.
+    """Returns the indices of the points (bits, quality) on the front, from few bits to many.
 
     Args:
         points: the points, without NaN. Of equal points only the first is on the front.

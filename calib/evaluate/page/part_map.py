@@ -9,7 +9,7 @@ from calib.html_page.table import words
 
 
 def part_maps(found: Sequence[Row], title: str) -> Iterator[str]:
-    """Yield a map for each kind of figure with a number in its name that the cells of the column `title` have."""
+    """Yields a map for each kind of figure with a number in its name that the cells of the column `title` have."""
     names = list(dict.fromkeys(name for row in found for name in maps(figures(row, title))))
     for name in names:
         cells = {row.name: values(row, title, name) for row in found}
@@ -17,13 +17,13 @@ def part_maps(found: Sequence[Row], title: str) -> Iterator[str]:
 
 
 def values(row: Row, title: str, name: str) -> dict[float, float]:
-    """Return a method's figures by part; empty if it has none."""
+    """Returns a method's figures by part; empty if it has none."""
     known = figures(row, title)
     return {part: float(known[figure]) for part, figure in maps(known).get(name, {}).items()}
 
 
 def part_map(cells: dict[str, dict[float, float]], name: str) -> Iterator[str]:
-    """Yield the HTML of one map; larger figures have more colour."""
+    """Yields the HTML of one map; larger figures have more colour."""
     parts = sorted({part for row in cells.values() for part in row})
     every = [value for row in cells.values() for value in row.values()]
     low, high = min(every), max(every)
@@ -40,7 +40,7 @@ def part_map(cells: dict[str, dict[float, float]], name: str) -> Iterator[str]:
 
 
 def square(value: float | None, low: float, high: float) -> str:
-    """Return the HTML of one cell of the map, whose share of the full colour shows its value between `low` and `high`."""
+    """Returns the HTML of one cell of the map, whose share of the full colour shows its value between `low` and `high`."""
     if value is None:
         return "<td></td>"
     share = round(100 * (value - low) / (high - low)) if high > low else 0

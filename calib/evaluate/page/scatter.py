@@ -44,7 +44,7 @@ class Point:
         return self.encoded and not self.host
 
     def hint(self, figure: str) -> str:
-        """Return the tooltip of the point."""
+        """Returns the tooltip of the point."""
         around = f" [{number(self.interval[0])}, {number(self.interval[1])}]" if self.interval else ""
         return (
             f"{self.name}: {spoken(figure)} {number(self.value)}{around} at {self.bits:.2f} bits"
@@ -54,7 +54,7 @@ class Point:
 
 
 def scatter(points: Sequence[Point], figure: str, title: str) -> Iterator[str]:
-    """Yield the chart and a sentence below it; nothing if no point has enough bits.
+    """Yields the chart and a sentence below it; nothing if no point has enough bits.
 
     Points with host memory, or with nothing encoded, are hollow and on no front, since their bits cannot be compared.
 
@@ -93,7 +93,7 @@ def scatter(points: Sequence[Point], figure: str, title: str) -> Iterator[str]:
 
 
 def told(best: Sequence[Point], nameless: int, figure: str, hollow: Sequence[Point], left_out: Sequence[Point]) -> str:
-    """Return the sentence below the chart: the front, hollow points, and points or names that are not shown."""
+    """Returns the sentence below the chart: the front, hollow points, and points or names that are not shown."""
     if less_is_better(figure) is None:
         found = f"Whether more or less of {spoken(figure)} is better is not known here, so there is no front."
     elif not best:
@@ -111,22 +111,22 @@ def told(best: Sequence[Point], nameless: int, figure: str, hollow: Sequence[Poi
 
 
 def spot(point: Point, across: Axis, up: Axis) -> tuple[float, float]:
-    """Return the coordinates of a point."""
+    """Returns the coordinates of a point."""
     return x_of(across, point.bits), y_of(up, point.value)
 
 
 def x_of(axis: Axis, value: float) -> float:
-    """Return the x coordinate of a value."""
+    """Returns the x coordinate of a value."""
     return FRAME.left + axis.place(value) * (FRAME.right - FRAME.left)
 
 
 def y_of(axis: Axis, value: float) -> float:
-    """Return the y coordinate of a value."""
+    """Returns the y coordinate of a value."""
     return FRAME.bottom - axis.place(value) * (FRAME.bottom - FRAME.top)
 
 
 def frame(across: Axis, up: Axis, figure: str, less: bool | None) -> Iterator[str]:
-    """Yield both axes with their ticks, names and grid lines."""
+    """Yields both axes with their ticks, names and grid lines."""
     for tick in bits_ticks(across):
         x = x_of(across, tick)
         yield f'<path class="grid" d="M{x:.1f} {FRAME.top}V{FRAME.bottom}"/>'
@@ -148,13 +148,13 @@ def frame(across: Axis, up: Axis, figure: str, less: bool | None) -> Iterator[st
 
 
 def steps(places: Sequence[tuple[float, float]]) -> str:
-    """Return the SVG path of a step line: between two points it keeps the quality of the left one."""
+    """Returns the SVG path of a step line: between two points it keeps the quality of the left one."""
     (x, y), *rest = places
     return f"M{x:.1f} {y:.1f}" + "".join(f"H{x:.1f}V{y:.1f}" for x, y in rest) + f"H{FRAME.right}"
 
 
 def drawn(point: Point, at: tuple[float, float], box: Box | None, up: Axis, figure: str, best: bool) -> Iterator[str]:
-    """Yield the SVG of a point with its interval, tooltip and name."""
+    """Yields the SVG of a point with its interval, tooltip and name."""
     x, y = at
     yield f'<g class="{"best" if best else "other" if point.comparable else "host"}"><title>{words(point.hint(figure))}</title>'
     if point.interval:

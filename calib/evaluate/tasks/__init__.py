@@ -34,7 +34,7 @@ __all__ = ["TASKS", "Column", "Subject", "Task", "Written", "build_task"]
 
 
 def build_task(name: str, options: dict[str, Any]) -> Task:
-    """Build the task `name` with `options`; raises UsageError that names the nearest known task or option."""
+    """Builds the task `name` with `options`; raises UsageError that names the nearest known task or option."""
     if name not in TASKS:
         raise UsageError(unknown(f"tasks.{name}", [f"tasks.{known}" for known in TASKS]))
     known = [field.name for field in fields(TASKS[name])]

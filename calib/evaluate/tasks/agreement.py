@@ -42,7 +42,7 @@ class Agreement(ChunkedText):
     title: str = "agreement"
 
     def columns(self, subject: Subject) -> list[Column]:
-        """Read the text; raises UsageError for sequences beyond the model's positions, or text too short for one sequence."""
+        """Reads the text; raises UsageError for sequences beyond the model's positions, or text too short for one sequence."""
         return [AgreementColumn(self, subject)]
 
 
@@ -54,7 +54,7 @@ class Answer(NamedTuple):
     outputs: Tensor
 
     def to(self, device: torch.device | str) -> "Answer":
-        """Return the same answer on `device`."""
+        """Returns the same answer on `device`."""
         return Answer(self.logits.to(device), self.outputs.to(device))
 
 
@@ -104,18 +104,18 @@ class AgreementColumn(ChunkedTextColumn):
         self._room = KEPT_BYTES
 
     def batches(self) -> list[Sequences]:
-        """Return the sequences in batches of at most batch_size."""
+        """Returns the sequences in batches of at most batch_size."""
         return [Sequences(number, tokens) for number, tokens in enumerate(self.text.batches())]
 
     def measure(self, cache: Cache, batch: Sequences) -> Distance:
-        """Return the distance between the answers to the batch with `cache` and those with the full cache."""
+        """Returns the distance between the answers to the batch with `cache` and those with the full cache."""
         with closing(self._full(batch)) as wanted:
             pairs = zip(wanted, self._answers(cache, batch.tokens), strict=True)
             chunks = [distance(answer, full) for full, answer in pairs]
         return Distance(*(torch.stack(parts).sum(0).cpu() for parts in zip(*chunks, strict=True)))
 
     def summary(self, parts: Sequence[Distance]) -> dict[str, float | int]:
-        """Return agreement and KL with 95 % intervals (bootstrap over sequences), the error of every layer and their mean."""
+        """Returns agreement and KL with 95 % intervals (bootstrap over sequences), the error of every layer and their mean."""
         same, nats, wrong, size = (torch.cat(part) for part in zip(*parts, strict=True))
         errors = (wrong.sum(0) / size.sum(0)).sqrt()
         if not (nats.isfinite().all() and errors.isfinite().all()):
@@ -137,17 +137,17 @@ class AgreementColumn(ChunkedTextColumn):
         }
 
     def words(self, figures: dict[str, float | int]) -> str:
-        """Return "0.953 [0.940, 0.962], 0.0412 [0.0380, 0.0441], 0.118"."""
+        """Returns "0.953 [0.940, 0.962], 0.0412 [0.0380, 0.0441], 0.118"."""
         return "{agreement:.3f} [{low:.3f}, {high:.3f}], {kl:.4f} [{kl_low:.4f}, {kl_high:.4f}], {error:.3f}".format(
             **figures
         )
 
     def brief(self, figures: dict[str, float | int]) -> str:
-        """Return "0.953 0.0412 0.118"."""
+        """Returns "0.953 0.0412 0.118"."""
         return "{agreement:.3f} {kl:.4f} {error:.3f}".format(**figures)
 
     def _full(self, batch: Sequences) -> Generator[Answer]:
-        """Yield the full cache's answers to the batch, chunk by chunk, from memory or computed now."""
+        """Yields the full cache's answers to the batch, chunk by chunk, from memory or computed now."""
         if batch.number in self._kept:
             yield from (answer.to(batch.tokens.device) for answer in self._kept[batch.number])
             return
@@ -165,7 +165,7 @@ class AgreementColumn(ChunkedTextColumn):
             self._kept[batch.number], self._room = taken, room
 
     def _answers(self, cache: Cache, tokens: Tensor) -> Iterator[Answer]:
-        """Yield logits and attention outputs for the tokens after the prefill, chunk by chunk; `cache` must be empty."""
+        """Yields logits and attention outputs for the tokens after the prefill, chunk by chunk; `cache` must be empty."""
         feed, task = Feed(self.subject.model, cache), self.task
         feed(tokens[:, : task.prefill], only_last=True)
         for chunk in tokens[:, task.prefill :].split(task.chunk, dim=1):
@@ -192,7 +192,7 @@ def outputs_of(modules: Mapping[int, nn.Module]) -> Iterator[dict[int, Tensor]]:
 
 
 def distance(answer: Answer, full: Answer) -> Distance:
-    """Return the sums over one chunk, in float64."""
+    """Returns the sums over one chunk, in float64."""
     same = (answer.logits.argmax(-1) == full.logits.argmax(-1)).double().sum(1)
     q, p = (logits.double().log_softmax(-1) for logits in (answer.logits, full.logits))
     nats = (p.exp() * (p - q)).sum((1, 2))

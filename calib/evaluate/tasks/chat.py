@@ -47,15 +47,15 @@ class Chat:
         self.identity = hashlib.sha256(json.dumps(written, sort_keys=True).encode()).hexdigest()[:DIGITS]
 
     def opened(self, turns: Turns) -> str:
-        """Render `turns` with the generation prompt after them."""
+        """Renders `turns` with the generation prompt after them."""
         return self._written(turns, add_generation_prompt=True)
 
     def whole(self, turns: Turns) -> str:
-        """Render `turns`, with everything that the template puts after the last answer."""
+        """Renders `turns`, with everything that the template puts after the last answer."""
         return self._written(turns, add_generation_prompt=False)
 
     def pieces(self, document: Sequence[Piece]) -> list[Piece]:
-        """Return the document as pieces of a rendered conversation, up to its last answer.
+        """Returns the document as pieces of a rendered conversation, up to its last answer.
 
         Raises UsageError if the rendered conversation does not begin with the rendered prompt of each answer, since then a model
         that generates would read another prompt.
@@ -87,8 +87,8 @@ class Chat:
 
 
 def conversation(document: Sequence[Piece]) -> Turns:
-    """Return turns of user and assistant, one pair for each answer, without the line breaks between an answer and the next question
-    (the template has its own separators) and without the text after the last answer."""
+    """Returns turns of user and assistant, one pair for each answer, without the line breaks between an answer and the next
+    question (the template has its own separators) and without the text after the last answer."""
     turns: Turns = []
     question = ""
     for piece in document:
@@ -102,6 +102,6 @@ def conversation(document: Sequence[Piece]) -> Turns:
 
 
 def check_chat(task: str, chat_template: object) -> None:
-    """Raise UsageError unless the option `chat_template` is true or false."""
+    """Raises UsageError unless the option `chat_template` is true or false."""
     if not isinstance(chat_template, bool):
         raise UsageError(f"'tasks.{task}.chat_template' must be true or false, got {printable(chat_template)}")

@@ -50,11 +50,11 @@ class ChunkedText:
         self.source()
 
     def source(self) -> TextSource | None:
-        """Return the source of the text; None if it is sampled."""
+        """Returns the source of the text; None if it is sampled."""
         return text_source(self.name, self.text, self.natural_spacing)
 
     def titles(self) -> list[str]:
-        """Return the title of its only column."""
+        """Returns the title of its only column."""
         return [self.title]
 
     @property

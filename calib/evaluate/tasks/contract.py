@@ -33,11 +33,11 @@ class Subject:
     limit: int | None
 
     def rows(self, wanted: int) -> int:
-        """Return `wanted`, but no more than the limit."""
+        """Returns `wanted`, but no more than the limit."""
         return wanted if self.limit is None else min(wanted, self.limit)
 
     def check_length(self, tokens: int, what: str, remedy: str) -> None:
-        """Raise UsageError if `tokens` is more than the model's `max_position_embeddings`.
+        """Raises UsageError if `tokens` is more than the model's `max_position_embeddings`.
 
         `what` (the subject) and `remedy` are parts of the message.
         """
@@ -47,7 +47,7 @@ class Subject:
             raise UsageError(f"{what} takes {tokens} tokens and this model was made for {longest}; {remedy}")
 
     def sampled(self, first: int, length: int, count: int) -> Tensor:
-        """Return [count, length] int64: texts that begin with the token `first`, sampled from the model at temperature 1."""
+        """Returns [count, length] int64: texts that begin with the token `first`, sampled from the model at temperature 1."""
         return sampled_text(self.model, first, length, count, self.seed)
 
 
@@ -78,23 +78,23 @@ class Column(Protocol):
     reads_pages: bool
 
     def batches(self) -> Sequence[Any]:
-        """Return the batches of data, the same for every method."""
+        """Returns the batches of data, the same for every method."""
         ...
 
     def measure(self, cache: Cache, batch: Any) -> Any:
-        """Evaluate one batch with an empty cache and return its part of the figures. Raises RunError for non-finite logits."""
+        """Evaluates one batch with an empty cache and returns its part of the figures. Raises RunError for non-finite logits."""
         ...
 
     def summary(self, parts: Sequence[Any]) -> dict[str, float | int]:
-        """Combine the parts of all batches into the figures of a cell."""
+        """Combines the parts of all batches into the figures of a cell."""
         ...
 
     def words(self, figures: dict[str, float | int]) -> str:
-        """Return the figures with their intervals as text, for a page."""
+        """Returns the figures with their intervals as text, for a page."""
         ...
 
     def brief(self, figures: dict[str, float | int]) -> str:
-        """Return the figures without intervals as text, for a terminal."""
+        """Returns the figures without intervals as text, for a terminal."""
         ...
 
 
@@ -103,11 +103,11 @@ class Written(Column, Protocol):
     """A column whose cases can be written to a file for another program to answer (`calib/evaluate/cases.py`)."""
 
     def cases(self) -> dict[str, Any]:
-        """Return `kind`, `batches` and whatever else is needed, as plain JSON."""
+        """Returns `kind`, `batches` and whatever else is needed, as plain JSON."""
         ...
 
     def read_part(self, batch: Any, content: Any) -> Any:
-        """Convert a part from plain JSON to what `measure` returns for the batch. Raises RunError for a wrong shape."""
+        """Converts a part from plain JSON to what `measure` returns for the batch. Raises RunError for a wrong shape."""
         ...
 
 
@@ -115,16 +115,16 @@ class Task(Protocol):
     """A task; its fields are the options with their defaults, and construction raises UsageError for values out of range."""
 
     def titles(self) -> list[str]:
-        """Return the titles of its columns."""
+        """Returns the titles of its columns."""
         ...
 
     def columns(self, subject: Subject) -> list[Column]:
-        """Return its columns for a model; raises UsageError if the model or its tokenizer cannot be used for the task."""
+        """Returns its columns for a model; raises UsageError if the model or its tokenizer cannot be used for the task."""
         ...
 
 
 def whole_number(task: str, option: str, value: object, least: int) -> None:
-    """Raise UsageError unless `value` is an int of at least `least`."""
+    """Raises UsageError unless `value` is an int of at least `least`."""
     if type(value) is not int or value < least:
         raise UsageError(
             f"invalid value {printable(value)} for 'tasks.{task}.{option}' (a whole number, at least {least})"
@@ -132,7 +132,7 @@ def whole_number(task: str, option: str, value: object, least: int) -> None:
 
 
 def check_title(task: str, title: object) -> None:
-    """Raise UsageError unless `title` is one line of text without '|'."""
+    """Raises UsageError unless `title` is one line of text without '|'."""
     if not isinstance(title, str) or not title.strip() or "\n" in title or "|" in title:
         raise UsageError(
             f"invalid value {printable(title)} for 'tasks.{task}.title' (expected a line of text without '|')"
@@ -140,7 +140,7 @@ def check_title(task: str, title: object) -> None:
 
 
 def numbers(content: Mapping[str, Any], name: str, count: int) -> Tensor:
-    """Return the list `content[name]` as [count] float64; raises RunError if it has not `count` numbers."""
+    """Returns the list `content[name]` as [count] float64; raises RunError if it has not `count` numbers."""
     found = content.get(name, ())
     if len(found) != count or not all(type(number) in (int, float) for number in found):
         raise RunError(f"a part has {len(found)} numbers of '{name}', expected {count}")

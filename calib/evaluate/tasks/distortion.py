@@ -58,11 +58,11 @@ class Distortion:
         text_source("distortion", self.text, self.natural_spacing)
 
     def titles(self) -> list[str]:
-        """Return the title of its only column."""
+        """Returns the title of its only column."""
         return [self.title]
 
     def columns(self, subject: Subject) -> list[Column]:
-        """Read the text; raises UsageError for sequences beyond the model's positions, or text too short for one sequence."""
+        """Reads the text; raises UsageError for sequences beyond the model's positions, or text too short for one sequence."""
         return [DistortionColumn(self, subject)]
 
 
@@ -83,11 +83,11 @@ class DistortionColumn:
         self.prompt = self.length = float(task.length)
 
     def batches(self) -> list[Tensor]:
-        """Return the sequences as tensors [at most batch_size, length]."""
+        """Returns the sequences as tensors [at most batch_size, length]."""
         return self.sequences.batches()
 
     def measure(self, cache: CompressedCache, batch: Tensor) -> Sums:
-        """Return the sums of each compressed layer. Raises RunError if a sliding window is shorter than the sequences."""
+        """Returns the sums of each compressed layer. Raises RunError if a sliding window is shorter than the sequences."""
         if cache.sequences.sliding is not None and cache.sequences.sliding < batch.shape[1]:
             raise RunError(
                 f"every layer of this model slides over {cache.sequences.sliding} tokens and lets go of the others, got sequences "
@@ -112,7 +112,7 @@ class DistortionColumn:
         return found
 
     def summary(self, parts: Sequence[Sums]) -> dict[str, float | int]:
-        """Return the figures of the cell.
+        """Returns the figures of the cell.
 
         By layer and kind of error: error, bound and distance in dB, and the distance in bits per value (excess); by layer and
         stream: the pages' rate in bits per value. Of distance and excess also means over the layers, `distance` being the mean
@@ -146,7 +146,7 @@ class DistortionColumn:
         }
 
     def words(self, figures: dict[str, float | int]) -> str:
-        """Return "5.41 dB: keys 6.02 (1.00 bits), logits 5.03 (0.84 bits), values 4.80 (0.80 bits)", or why there is none."""
+        """Returns "5.41 dB: keys 6.02 (1.00 bits), logits 5.03 (0.84 bits), values 4.80 (0.80 bits)", or why there is none."""
         if "distance" not in figures:
             return self.brief(figures)
         parts = [
@@ -157,7 +157,7 @@ class DistortionColumn:
         return f"{figures['distance']:.2f} dB: {', '.join(parts)}"
 
     def brief(self, figures: dict[str, float | int]) -> str:
-        """Return "5.41"; or "exact", "nothing encoded", "20.0% kept"."""
+        """Returns "5.41"; or "exact", "nothing encoded", "20.0% kept"."""
         if "distance" in figures:
             return f"{figures['distance']:.2f}"
         if figures["kept"] < 1:
@@ -185,7 +185,7 @@ def listening(cache: CompressedCache) -> Iterator[dict[int, tuple[Tensor, Tensor
 
 
 def told_positions(cache: CompressedCache) -> CompressedCache:
-    """Return the cache, or, if its tiers do not record the positions of their tokens, an empty copy whose tiers do.
+    """Returns the cache, or, if its tiers do not record the positions of their tokens, an empty copy whose tiers do.
 
     The cache of a method that evicts is returned as it is, since its errors are not measured.
     """
@@ -201,7 +201,7 @@ def told_positions(cache: CompressedCache) -> CompressedCache:
 
 
 def sums_of(sample: LayerSample, layer: CompressedLayer, told: CompressedLayer) -> LayerSums:
-    """Return the sums of one layer: sizes from `layer`, decoded tokens and their positions from `told`."""
+    """Returns the sums of one layer: sizes from `layer`, decoded tokens and their positions from `told`."""
     assert layer.store is not None and told.store is not None
     own, read, rows = on_device(layer.store), on_device(told.store), range(len(sample.keys))
     shares = [kept(own, row) for row in rows]
@@ -213,5 +213,5 @@ def sums_of(sample: LayerSample, layer: CompressedLayer, told: CompressedLayer) 
 
 
 def mean(numbers: Sequence[float]) -> float:
-    """Return the mean of at least one number."""
+    """Returns the mean of at least one number."""
     return sum(numbers) / len(numbers)

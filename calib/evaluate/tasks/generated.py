@@ -128,37 +128,37 @@ class GeneratedColumn:
         }
 
     def batches(self) -> list[GeneratedBatch]:
-        """Return the questions in batches, shortest prompts first."""
+        """Returns the questions in batches, shortest prompts first."""
         return self._batches
 
     def measure(self, cache: Cache, batch: GeneratedBatch) -> Tensor:
-        """Generate the answers; return [rows] bool: whether each generated text is right."""
+        """Generates the answers; returns [rows] bool: whether each generated text is right."""
         texts = generated(self.subject.model, self.subject.tokenizer, cache, batch.prompts, behind)
         return torch.tensor([self.right(text, answer) for text, answer in zip(texts, batch.answers, strict=True)])
 
     def summary(self, parts: Sequence[Tensor]) -> dict[str, float | int]:
-        """Return the share of right answers with its 95 % interval (Wilson), and the share of each part."""
+        """Returns the share of right answers with its 95 % interval (Wilson), and the share of each part."""
         right = torch.cat(list(parts))
         return {**Proportion(int(right.sum()), self.rows).as_dict(), **exact_at(self.parts, right[:, None].tolist())}
 
     def words(self, figures: dict[str, float | int]) -> str:
-        """Return "0.940 [0.838, 0.979]"."""
+        """Returns "0.940 [0.838, 0.979]"."""
         return "{exact:.3f} [{low:.3f}, {high:.3f}]".format(**figures)
 
     def brief(self, figures: dict[str, float | int]) -> str:
-        """Return "0.940"."""
+        """Returns "0.940"."""
         return "{exact:.3f}".format(**figures)
 
 
 def tokens_of(subject: Subject, question: Question, chat: Chat | None) -> list[int]:
-    """Return the ids of the whole text before the generated one: with a chat template the user's turn and the generation prompt,
+    """Returns the ids of the whole text before the generated one: with a chat template the user's turn and the generation prompt,
     else the tokenizer's special tokens and the prompt; then the given beginning of the answer."""
     asked = question.prompt if chat is None else chat.opened([{"role": "user", "content": question.prompt}])
     return list(subject.tokenizer(asked + question.begun, add_special_tokens=chat is None)["input_ids"])
 
 
 def room_for(subject: Subject, task: str, new: int, longest: int | None) -> int | None:
-    """Return the most tokens of a prompt, or None if nothing limits them. Raises UsageError if no tokens are left for it."""
+    """Returns the most tokens of a prompt, or None if nothing limits them. Raises UsageError if no tokens are left for it."""
     config = subject.model.config.get_text_config(decoder=True)
     made_for = getattr(config, "max_position_embeddings", None)
     if made_for is None:
@@ -173,7 +173,7 @@ def room_for(subject: Subject, task: str, new: int, longest: int | None) -> int 
 
 
 def without_middle(row: list[int], room: int) -> list[int]:
-    """Cut a row to `room` tokens by removing its middle; a row with no more tokens is returned as it is."""
+    """Cuts a row to `room` tokens by removing its middle; a row with no more tokens is returned as it is."""
     if len(row) <= room:
         return row
     first = room // 2

@@ -72,11 +72,11 @@ class GSM8K:
             pass
 
     def titles(self) -> list[str]:
-        """Return the title of its only column, by default "gsm8k"."""
+        """Returns the title of its only column, by default "gsm8k"."""
         return [self.title]
 
     def examples(self) -> str:
-        """Return the few-shot prompt followed by an empty line, or "" if there is none."""
+        """Returns the few-shot prompt followed by an empty line, or "" if there is none."""
         if self.prompt_file is None:
             return ""
         path = check_file("gsm8k", "prompt_file", self.prompt_file, PROMPT)
@@ -88,7 +88,7 @@ class GSM8K:
             ) from error
 
     def questions(self, count: int | None) -> Iterator[Question]:
-        """Yield the first `count` questions of the file; raises UsageError with the number of the first invalid line."""
+        """Yields the first `count` questions of the file; raises UsageError with the number of the first invalid line."""
         examples, lines = self.examples(), JsonLines("gsm8k", Path(self.file), WHAT)
         for number, content in lines.read(count):
             question, answer = (lines.field(number, content, name, str) for name in ("question", "answer"))
@@ -98,7 +98,7 @@ class GSM8K:
             yield Question(examples + self.form.replace(PLACEHOLDER, question), found[0])
 
     def columns(self, subject: Subject) -> list[Column]:
-        """Read and tokenise the cases; raises UsageError if `chat_template` is set and the tokenizer has none."""
+        """Reads and tokenises the cases; raises UsageError if `chat_template` is set and the tokenizer has none."""
         chat = Chat(subject.tokenizer, "gsm8k") if self.chat_template else None
         questions = list(self.questions(subject.limit if self.cases is None else subject.rows(self.cases)))
         prompt_file = None if self.prompt_file is None else Path(self.prompt_file).name
@@ -126,5 +126,5 @@ def last_number_is(text: str, expected: str) -> bool:
 
 
 def value(number: str) -> Decimal:
-    """Parse a number with optional commas."""
+    """Parses a number with optional commas."""
     return Decimal(number.replace(",", ""))

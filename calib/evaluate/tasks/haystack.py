@@ -23,7 +23,7 @@ class Grid(Protocol):
 
 
 def check_grid(task: str, grid: Grid) -> None:
-    """Convert the task's lengths and depths to tuples; raises UsageError for invalid ones."""
+    """Converts the task's lengths and depths to tuples; raises UsageError for invalid ones."""
     for option, values, what in (
         ("lengths", grid.lengths, "a list of whole numbers"),
         ("depths", grid.depths, "a list of numbers from 0 to 1"),
@@ -44,19 +44,19 @@ def check_grid(task: str, grid: Grid) -> None:
 
 
 def check_lengths(task: str, grid: Grid, subject: Subject) -> None:
-    """Raise UsageError if a length exceeds the model's positions."""
+    """Raises UsageError if a length exceeds the model's positions."""
     for length in grid.lengths:
         subject.check_length(length, task, "give a smaller length")
 
 
 def case_depths(grid: Grid, subject: Subject) -> list[tuple[int, float]]:
-    """Return (case, depth) of each row; a limit cuts off the last rows."""
+    """Returns (case, depth) of each row; a limit cuts off the last rows."""
     count = len(grid.depths)
     return [(row // count, grid.depths[row % count]) for row in range(subject.rows(grid.cases * count))]
 
 
 def running_text(task: str, subject: Subject, text: str) -> RunningText:
-    """Split the text into sentences with their token counts; raises UsageError for a slow tokenizer or text without sentences."""
+    """Splits the text into sentences with their token counts; raises UsageError for a slow tokenizer or text without sentences."""
     if not subject.tokenizer.is_fast:
         raise UsageError(f"tasks.{task}: this tokenizer is none of the tokenizers library; leave the task out")
     try:
@@ -88,7 +88,7 @@ def filled(
     hide: Callable[[Sequence[str]], Row],
     tokens: Callable[[Row], int],
 ) -> Row:
-    """Return a row of at most `length` tokens, from the first candidate sentences that fit.
+    """Returns a row of at most `length` tokens, from the first candidate sentences that fit.
 
     Args:
         task: the task's name, for messages.

@@ -38,7 +38,7 @@ class Problem(NamedTuple):
     entry_point: str
 
     def program(self, completion: str) -> str:
-        """Return the program: the completed function, the tests, and the call of the tests."""
+        """Returns the program: the completed function, the tests, and the call of the tests."""
         return f"{self.prompt}{completion}\n{self.test}\ncheck({self.entry_point})"
 
 
@@ -89,11 +89,11 @@ class HumanEval:
             pass
 
     def titles(self) -> list[str]:
-        """Return the title of its only column, by default "humaneval"."""
+        """Returns the title of its only column, by default "humaneval"."""
         return [self.title]
 
     def questions(self, count: int | None, chat: bool) -> Iterator[Question]:
-        """Yield the first `count` problems of the file; raises UsageError with the number of the first invalid line."""
+        """Yields the first `count` problems of the file; raises UsageError with the number of the first invalid line."""
         lines = JsonLines("humaneval", Path(self.file), WHAT)
         for number, content in lines.read(count):
             problem = Problem(*(lines.field(number, content, name, str) for name in Problem._fields))
@@ -106,7 +106,7 @@ class HumanEval:
                 yield Question(problem.prompt, problem)
 
     def columns(self, subject: Subject) -> list[Column]:
-        """Read and tokenise the problems; raises UsageError if `chat_template` is set and the tokenizer has none."""
+        """Reads and tokenises the problems; raises UsageError if `chat_template` is set and the tokenizer has none."""
         chat = Chat(subject.tokenizer, "humaneval") if self.chat_template else None
         count = subject.limit if self.cases is None else subject.rows(self.cases)
         stop = STOP if chat is None else (*STOP, f"\n{FENCE}")
@@ -128,5 +128,5 @@ class HumanEval:
 
 
 def passes(completion: str, problem: Problem, seconds: float) -> bool:
-    """Run the completed function's tests, and return whether they pass within `seconds`."""
+    """Runs the completed function's tests, and returns whether they pass within `seconds`."""
     return ends_well(problem.program(completion), seconds)

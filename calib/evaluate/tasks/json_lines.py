@@ -15,7 +15,7 @@ LONGEST = 64 * 2**20  # most bytes of a line; a prompt of a million tokens takes
 
 
 def check_file(task: str, option: str, name: object, what: str) -> Path:
-    """Return the path of the file `name`; raises UsageError if there is none. `what` describes the expected file."""
+    """Returns the path of the file `name`; raises UsageError if there is none. `what` describes the expected file."""
     if not isinstance(name, str) or not name:
         raise UsageError(f"invalid value {printable(name)} for 'tasks.{task}.{option}' (a path, of {what})")
     if not Path(name).is_file():
@@ -36,7 +36,7 @@ class JsonLines:
         self.task, self.path, self.what = task, path, what
 
     def read(self, count: int | None) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Yield (number of the line from 1, its object) for the first `count` objects, or for all if `count` is None.
+        """Yields (number of the line from 1, its object) for the first `count` objects, or for all if `count` is None.
 
         Raises UsageError for a file that cannot be read, a line that is no JSON object, and a file without any object.
         """
@@ -48,11 +48,11 @@ class JsonLines:
             raise UsageError(f"tasks.{self.task}: {self._name()} has no line, expected {self.what}")
 
     def wrong(self, line: int, problem: str) -> UsageError:
-        """Return the error to raise for a line; `problem` says what is wrong with it."""
+        """Returns the error to raise for a line; `problem` says what is wrong with it."""
         return UsageError(f"tasks.{self.task}: line {line} of {self._name()} {problem}; expected {self.what}")
 
     def field(self, line: int, content: dict[str, Any], name: str, kind: type) -> Any:
-        """Return `content[name]`; raises UsageError if it is missing, empty or not of the type `kind`."""
+        """Returns `content[name]`; raises UsageError if it is missing, empty or not of the type `kind`."""
         if name not in content:
             raise self.wrong(line, f"has no '{name}'")
         if type(content[name]) is not kind or content[name] in ("", []):

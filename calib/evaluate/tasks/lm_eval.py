@@ -79,11 +79,11 @@ class LmEval:
             raise UsageError(MISSING)
 
     def titles(self) -> list[str]:
-        """Return the names, each after the title if there is one."""
+        """Returns the names, each after the title if there is one."""
         return [name if self.title is None else f"{self.title} {name}" for name in self.names]
 
     def columns(self, subject: Subject) -> list[Column]:
-        """Load the tasks and collect their requests; raises UsageError for unknown names and unavailable data."""
+        """Loads the tasks and collects their requests; raises UsageError for unknown names and unavailable data."""
         from calib.evaluate.lm_eval.named_task import NamedTask, known_tasks  # slow import, needed for this task only
 
         manager = known_tasks(self.include_path, self.names)
@@ -139,18 +139,18 @@ class LmEvalColumn:
         self.settings = settings if chat is None else {**settings, "chat_template": chat.identity}
 
     def batches(self) -> list[Batch]:
-        """Return the batches of rows."""
+        """Returns the batches of rows."""
         return self._batches
 
     def measure(self, cache: Cache, batch: Batch) -> Part:
-        """Return the answers to a batch; sampled answers depend on the seed only."""
+        """Returns the answers to a batch; sampled answers depend on the seed only."""
         model, tokenizer = self.subject.model, self.subject.tokenizer
         with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
             torch.manual_seed(self.subject.seed)
             return Part(batch.positions, answered(model, tokenizer, cache, batch, self.task.chunk))
 
     def summary(self, parts: Sequence[Part]) -> dict[str, float | int]:
-        """Return lm-eval's metrics of the answers, with 95 % intervals from its standard errors, and the number of requests."""
+        """Returns lm-eval's metrics of the answers, with 95 % intervals from its standard errors, and the number of requests."""
         from calib.evaluate.lm_eval.replay import Replay
 
         found = {
@@ -164,15 +164,15 @@ class LmEvalColumn:
         return {**figures(results), "requests": self.rows}
 
     def words(self, figures: dict[str, float | int]) -> str:
-        """Return "accuracy 0.650 [0.556, 0.744], accuracy norm 0.660 [0.567, 0.753]"."""
+        """Returns "accuracy 0.650 [0.556, 0.744], accuracy norm 0.660 [0.567, 0.753]"."""
         return ", ".join(f"{spoken(name)} {told(figures, name)}" for name in scalars([figures]))
 
     def brief(self, figures: dict[str, float | int]) -> str:
-        """Return "0.650 0.660"."""
+        """Returns "0.650 0.660"."""
         return " ".join(number(figures[name]) for name in scalars([figures]))
 
 
 def told(figures: dict[str, float | int], name: str) -> str:
-    """Return "0.650 [0.556, 0.744]", without brackets if there is no interval."""
+    """Returns "0.650 [0.556, 0.744]", without brackets if there is no interval."""
     ends = interval(figures, name)
     return number(figures[name]) + ("" if ends is None else f" [{number(ends[0])}, {number(ends[1])}]")

@@ -63,11 +63,11 @@ class LongEval:
             pass
 
     def titles(self) -> list[str]:
-        """Return the title of its only column, such as "200_lines"."""
+        """Returns the title of its only column, such as "200_lines"."""
         return [Path(self.file).stem if self.title is None else self.title]
 
     def kind(self) -> str:
-        """Return `lines` or `topics`, from the file's first case. Raises UsageError if it is neither."""
+        """Returns `lines` or `topics`, from the file's first case. Raises UsageError if it is neither."""
         lines = self._lines()
         number, content = next(lines.read(1))
         if "expected_number" not in content and "topics" not in content:
@@ -75,7 +75,7 @@ class LongEval:
         return "lines" if "expected_number" in content else "topics"
 
     def questions(self, count: int | None) -> Iterator[Question]:
-        """Yield the first `count` cases of the file; raises UsageError with the number of the first invalid line."""
+        """Yields the first `count` cases of the file; raises UsageError with the number of the first invalid line."""
         kind, lines = self.kind(), self._lines()
         for number, content in lines.read(count):
             prompt = lines.field(number, content, "prompt", str)
@@ -93,7 +93,7 @@ class LongEval:
                 yield Question(prompt, topics[0].strip(), 1 / len(topics))
 
     def columns(self, subject: Subject) -> list[Column]:
-        """Read and tokenise the cases; raises UsageError if `chat_template` is set and the tokenizer has none."""
+        """Reads and tokenises the cases; raises UsageError if `chat_template` is set and the tokenizer has none."""
         chat = Chat(subject.tokenizer, "longeval") if self.chat_template else None
         kind = self.kind()
         questions = list(self.questions(subject.limit if self.cases is None else subject.rows(self.cases)))

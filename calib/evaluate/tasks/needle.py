@@ -94,11 +94,11 @@ class Needle:
         self.sentence()
 
     def source(self) -> TextSource | None:
-        """Return the source of the text; None if it is sampled."""
+        """Returns the source of the text; None if it is sampled."""
         return text_source("needle", self.text, self.natural_spacing)
 
     def sentence(self) -> Sentence | None:
-        """Return the needle's fixed sentence, or None for `numbers`. Raises UsageError for an invalid needle."""
+        """Returns the needle's fixed sentence, or None for `numbers`. Raises UsageError for an invalid needle."""
         if isinstance(self.needle, Mapping):
             return sentence_of(self.needle)
         if self.needle == NUMBERS:
@@ -112,12 +112,12 @@ class Needle:
         return SENTENCES[self.needle]
 
     def titles(self) -> list[str]:
-        """Return the titles "needle 512", "needle 1024", ..."""
+        """Returns the titles "needle 512", "needle 1024", ..."""
         return [f"{self.title} {length}" for length in self.lengths]
 
     def columns(self, subject: Subject) -> list[Column]:
-        """Read or sample the text and hide the needles; raises UsageError for lengths that are too long for the model or too short
-        for the needle."""
+        """Reads or samples the text and hides the needles; raises UsageError for lengths that are too long for the model or too
+        short for the needle."""
         check_lengths("needle", self, subject)
         chat = Chat(subject.tokenizer, "needle") if self.chat_template else None
         text, origin = read_text(self.source())
@@ -180,7 +180,7 @@ def document(
     index: int,
     chat: Chat | None,
 ) -> Sequence[Piece]:
-    """Return case `index` at `depth`: a word's number in at most `length` tokens, including its answer and the chat template."""
+    """Returns case `index` at `depth`: a word's number in at most `length` tokens, including its answer and the chat template."""
     key = ("needle", subject.seed, index, length, depth, digits)
 
     def hide(sentences: Sequence[str]) -> Sequence[Piece]:
@@ -201,7 +201,7 @@ def question(
     index: int,
     chat: Chat | None,
 ) -> Question:
-    """Return case `index` at `depth`: the sentence in at most `length` tokens, including `new` answer tokens and the template."""
+    """Returns case `index` at `depth`: the sentence in at most `length` tokens, including `new` answer tokens and the template."""
 
     def hide(sentences: Sequence[str]) -> Question:
         at = round(depth * len(sentences))
@@ -215,7 +215,7 @@ def question(
 
 
 def tokens_in(subject: Subject, pieces: Sequence[Piece], chat: Chat | None) -> int:
-    """Count the tokens of the pieces' text, rendered with the chat template if there is one."""
+    """Counts the tokens of the pieces' text, rendered with the chat template if there is one."""
     asked = pieces if chat is None else chat.pieces(pieces)
     text = "".join(piece.text for piece in asked)
     return len(subject.tokenizer(text, add_special_tokens=chat is None)["input_ids"])
@@ -227,7 +227,7 @@ def holds_all(text: str, expected: Sequence[str]) -> bool:
 
 
 def sentence_of(given: Mapping[str, Any]) -> Sentence:
-    """Return a user's own needle; raises UsageError if an entry is missing or not a text."""
+    """Returns a user's own needle; raises UsageError if an entry is missing or not a text."""
     names = [field.name for field in fields(Sentence)]
     for name in given:
         if name not in names:

@@ -57,11 +57,11 @@ class Passkey:
         check_chat("passkey", self.chat_template)
 
     def titles(self) -> list[str]:
-        """Return the titles "passkey 512", "passkey 1024", ..."""
+        """Returns the titles "passkey 512", "passkey 1024", ..."""
         return [f"{self.title} {length}" for length in self.lengths]
 
     def columns(self, subject: Subject) -> list[Column]:
-        """Make the texts; raises UsageError for lengths that are too long for the model or too short for the question."""
+        """Makes the texts; raises UsageError for lengths that are too long for the model or too short for the question."""
         check_lengths("passkey", self, subject)
         chat = Chat(subject.tokenizer, "passkey") if self.chat_template else None
         running = running_text("passkey", subject, FILLER)
@@ -82,7 +82,7 @@ class PasskeyColumn(GeneratedColumn):
 def question(
     subject: Subject, running: RunningText, length: int, depth: float, new: int, index: int, chat: Chat | None
 ) -> Question:
-    """Return case `index` at `depth` in at most `length` tokens, including `new` tokens of an answer and the chat template."""
+    """Returns case `index` at `depth` in at most `length` tokens, including `new` tokens of an answer and the chat template."""
     key = keyed_random("passkey", subject.seed, index, length, depth).randint(1, LARGEST)
     candidates = from_the_first(running)
     return filled(
@@ -96,7 +96,7 @@ def question(
 
 
 def prompt(sentences: Sequence[str], depth: float, key: int) -> str:
-    """Return the prompt: the pass key among the sentences, which start from the first one again after it."""
+    """Returns the prompt: the pass key among the sentences, which start from the first one again after it."""
     at = round(depth * len(sentences))
     before, after = ("".join(part).lstrip() for part in (sentences[:at], sentences[: len(sentences) - at]))
     needle = f"The pass key is {key}. Remember it. {key} is the pass key."

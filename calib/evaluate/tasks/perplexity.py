@@ -32,7 +32,7 @@ class Perplexity(ChunkedText):
     title: str = "perplexity"
 
     def columns(self, subject: Subject) -> list[Column]:
-        """Read the text; raises UsageError for sequences beyond the model's positions, or text too short for one sequence."""
+        """Reads the text; raises UsageError for sequences beyond the model's positions, or text too short for one sequence."""
         return [TextColumn(self, subject)]
 
 
@@ -46,11 +46,11 @@ class TextColumn(ChunkedTextColumn):
         self.length = float(task.length - 1)  # nothing is predicted from the last token
 
     def batches(self) -> list[Tensor]:
-        """Return the sequences as tensors [at most batch_size, length]."""
+        """Returns the sequences as tensors [at most batch_size, length]."""
         return self.text.batches()
 
     def measure(self, cache: Cache, batch: Tensor) -> Tensor:
-        """Return [rows] float64: negative log-probability in nats of each sequence's scored tokens, summed."""
+        """Returns [rows] float64: negative log-probability in nats of each sequence's scored tokens, summed."""
         feed, task, end = Feed(self.subject.model, cache), self.task, batch.shape[1]
         last = feed(batch[:, : task.prefill], only_last=True)
         nats = torch.zeros(len(batch), dtype=torch.float64)
@@ -64,16 +64,16 @@ class TextColumn(ChunkedTextColumn):
         return nats
 
     def cases(self) -> dict[str, Any]:
-        """Return the sequences and the sizes of their prefill and chunks, as plain JSON."""
+        """Returns the sequences and the sizes of their prefill and chunks, as plain JSON."""
         batches = [{"tokens": batch.tolist()} for batch in self.batches()]
         return {"kind": "text", "prefill": self.task.prefill, "chunk": self.task.chunk, "batches": batches}
 
     def read_part(self, batch: Tensor, content: Mapping[str, Any]) -> Tensor:
-        """Convert {"nats": one number for each sequence} to [rows] float64."""
+        """Converts {"nats": one number for each sequence} to [rows] float64."""
         return numbers(content, "nats", len(batch))
 
     def summary(self, parts: Sequence[Tensor]) -> dict[str, float | int]:
-        """Return the perplexity per token with its 95 % interval (bootstrap over sequences), and the numbers of sequences and
+        """Returns the perplexity per token with its 95 % interval (bootstrap over sequences), and the numbers of sequences and
         tokens."""
         nats = torch.cat(list(parts)).numpy()
         scored = self.task.counted
@@ -89,9 +89,9 @@ class TextColumn(ChunkedTextColumn):
         }
 
     def words(self, figures: dict[str, float | int]) -> str:
-        """Return "16.64 [16.20, 17.10]"."""
+        """Returns "16.64 [16.20, 17.10]"."""
         return "{perplexity:.2f} [{low:.2f}, {high:.2f}]".format(**figures)
 
     def brief(self, figures: dict[str, float | int]) -> str:
-        """Return "16.64"."""
+        """Returns "16.64"."""
         return "{perplexity:.2f}".format(**figures)

@@ -77,20 +77,20 @@ class Retrieval:
             raise UsageError(f"tasks.retrieval: {error}") from error
 
     def document(self, seed: int, index: int, lines: int) -> list[Piece]:
-        """Return case `index` with `lines` keyed lines; raises ValueError if there are not enough keys."""
+        """Returns case `index` with `lines` keyed lines; raises ValueError if there are not enough keys."""
         rng = keyed_random("retrieval", seed, index, lines, self.digits, self.style, "eval", self.keys)
         return list(keyed_lines(rng, lines, self.queries, self.digits, self.style, "eval", self.keys))
 
     def title_of(self, lines: int) -> str:
-        """Return the title of the column for `lines` lines."""
+        """Returns the title of the column for `lines` lines."""
         return f"{lines} {self.title}" if self.queries == 1 else f"{self.queries} of {lines} {self.title}"
 
     def titles(self) -> list[str]:
-        """Return the titles "20 lines", "40 lines", ...; with several queries "4 of 20 lines", ..."""
+        """Returns the titles "20 lines", "40 lines", ...; with several queries "4 of 20 lines", ..."""
         return [self.title_of(count) for count in self.lines]
 
     def columns(self, subject: Subject) -> list[Column]:
-        """Generate and tokenise the cases; raises UsageError for cases beyond the model's positions, and for a missing chat
+        """Generates and tokenises the cases; raises UsageError for cases beyond the model's positions, and for a missing chat
         template."""
         return [LinesColumn(self, count, subject) for count in self.lines]
 
@@ -170,11 +170,11 @@ class AnswersColumn:
         self.length = self.prompt + fed / self.rows
 
     def batches(self) -> list[RetrievalBatch]:
-        """Return the cases in batches, shortest prompts first."""
+        """Returns the cases in batches, shortest prompts first."""
         return self._batches
 
     def measure(self, cache: Cache, batch: RetrievalBatch) -> tuple[Tensor, Tensor]:
-        """Return whether each answer is exact, [rows x answers] bool, row by row, and the log-probability of each answer token,
+        """Returns whether each answer is exact, [rows x answers] bool, row by row, and the log-probability of each answer token,
         [answer tokens] float64."""
         feed = Feed(self.model, cache)
         logits = feed(batch.prompts, batch.mask, only_last=True)
@@ -191,12 +191,12 @@ class AnswersColumn:
         return exact.flatten(), torch.cat(found)
 
     def cases(self) -> dict[str, Any]:
-        """Return the batches with the entries of `RetrievalBatch`, as plain JSON."""
+        """Returns the batches with the entries of `RetrievalBatch`, as plain JSON."""
         batches = [{name: part.tolist() for name, part in batch._asdict().items()} for batch in self.batches()]
         return {"kind": "answers", "batches": batches}
 
     def read_part(self, batch: RetrievalBatch, content: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-        """Convert {"exact": booleans of each row's answers, "log_probability": one number for each answer token}."""
+        """Converts {"exact": booleans of each row's answers, "log_probability": one number for each answer token}."""
         wanted = len(batch.prompts) * int(batch.asked.max())
         exact = [answer for row in content.get("exact", ()) for answer in row]
         if len(exact) != wanted or not all(type(answer) is bool for answer in exact):
@@ -204,7 +204,7 @@ class AnswersColumn:
         return torch.tensor(exact), numbers(content, "log_probability", int((batch.asked > 0).sum()))
 
     def summary(self, parts: Sequence[tuple[Tensor, Tensor]]) -> dict[str, float | int]:
-        """Return the share of exact answers with its 95 % interval, the mean log-probability of an answer token (nats), and the
+        """Returns the share of exact answers with its 95 % interval, the mean log-probability of an answer token (nats), and the
         shares of the parts.
 
         The interval is Wilson's for as many cases as there are rows, since answers of one row are not independent.
@@ -216,11 +216,11 @@ class AnswersColumn:
         return {**share, "exact": float(exact.double().mean()), "log_probability": float(likely.mean()), **grid}
 
     def words(self, figures: dict[str, float | int]) -> str:
-        """Return "0.985 [0.957, 0.995], -0.021"."""
+        """Returns "0.985 [0.957, 0.995], -0.021"."""
         return "{exact:.3f} [{low:.3f}, {high:.3f}], {log_probability:.3f}".format(**figures)
 
     def brief(self, figures: dict[str, float | int]) -> str:
-        """Return "0.985 -0.021"."""
+        """Returns "0.985 -0.021"."""
         return "{exact:.3f} {log_probability:.3f}".format(**figures)
 
 
@@ -271,7 +271,7 @@ def token_row(tokenizer: PreTrainedTokenizerBase, document: Sequence[Piece], spe
 def token_pair(
     tokenizer: PreTrainedTokenizerBase, case: RetrievalCase, special: bool = True
 ) -> tuple[list[int], list[int]]:
-    """Return the ids of the prompt and of the answer.
+    """Returns the ids of the prompt and of the answer.
 
     The two are tokenised together and split at the first token that differs from those of the prompt alone: if a tokenizer joins
     the prompt's last space with the number, that token belongs to the answer. `special` as in `token_row`.
@@ -285,7 +285,7 @@ def token_pair(
 
 
 def shared(one: Sequence[int], other: Sequence[int]) -> int:
-    """Return the length of the common prefix of two lists of ids."""
+    """Returns the length of the common prefix of two lists of ids."""
     return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
@@ -295,7 +295,7 @@ def batch(
     device: torch.device,
     asked: Sequence[list[int]] | None = None,
 ) -> RetrievalBatch:
-    """Pad (prompt, answer) pairs to one batch. Shorter answers are padded with their last token, which is not scored.
+    """Pads (prompt, answer) pairs to one batch. Shorter answers are padded with their last token, which is not scored.
 
     `asked` is as in `RetrievalBatch`; without it all tokens after a prompt are one answer.
     """

@@ -21,7 +21,7 @@ HUB = ("name", "config", "split", "column")
 
 
 def text_source(task: str, text: Text, natural_spacing: bool) -> TextSource | None:
-    """Return the source that a task's option `text` names; None if the text is sampled. Raises UsageError for invalid options."""
+    """Returns the source that a task's option `text` names; None if the text is sampled. Raises UsageError for invalid options."""
     if not isinstance(natural_spacing, bool):
         raise UsageError(f"'tasks.{task}.natural_spacing' must be true or false, got {printable(natural_spacing)}")
     if text is None:
@@ -43,7 +43,7 @@ def text_source(task: str, text: Text, natural_spacing: bool) -> TextSource | No
 
 
 def read_text(source: TextSource | None) -> tuple[str | None, dict[str, Any]]:
-    """Return the text (None if it is sampled) and its origin as plain JSON."""
+    """Returns the text (None if it is sampled) and its origin as plain JSON."""
     if source is None:
         return None, {"text": SAMPLED}
     with without_waiting_for_the_hub():
@@ -52,7 +52,7 @@ def read_text(source: TextSource | None) -> tuple[str | None, dict[str, Any]]:
 
 
 def sampled(task: str, subject: Subject, length: int, count: int) -> Tensor:
-    """Sample [count, length] int64 that begin with the tokenizer's first token; raises UsageError if it has none."""
+    """Samples [count, length] int64 that begin with the tokenizer's first token; raises UsageError if it has none."""
     tokenizer = subject.tokenizer
     first = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     if first is None:
@@ -100,5 +100,5 @@ class TextSequences:
             ) from error
 
     def batches(self) -> list[Tensor]:
-        """Return the sequences on the model's device, as tensors [at most batch_size, length]."""
+        """Returns the sequences on the model's device, as tensors [at most batch_size, length]."""
         return list(self.tokens.to(self.subject.model.device).split(self.subject.batch_size))

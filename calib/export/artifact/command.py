@@ -42,7 +42,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def part_of(artifact: "Artifact", patterns: Sequence[str]) -> "Artifact":
-    """Return the artifact with only the tensors whose names match one of `patterns` (such as `keys.klt.before.*`).
+    """Returns the artifact with only the tensors whose names match one of `patterns` (such as `keys.klt.before.*`).
 
     The patterns are recorded in its provenance as `tensors`. Raises UsageError for a pattern that matches no tensor, and if a
     tensor is taken without another that it needs.
@@ -66,7 +66,7 @@ def part_of(artifact: "Artifact", patterns: Sequence[str]) -> "Artifact":
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Return the parsed options."""
+    """Returns the parsed options."""
     parser = Parser(
         prog="calib export --format artifact",
         description="Write an artifact with some of another one's tensors: what the methods that you use read.",

@@ -31,7 +31,7 @@ class AttentionLayer:
 
 
 def model_without_weights(checkpoint: Checkpoint) -> PreTrainedModel:
-    """Return the model on the meta device, with only the key and value projections loaded, which the fingerprint needs.
+    """Returns the model on the meta device, with only the key and value projections loaded, which the fingerprint needs.
 
     Quantised projections are not loaded, as they differ from the fitted model's. Raises `UsageError` if transformers
     cannot build the model.
@@ -55,7 +55,7 @@ def model_without_weights(checkpoint: Checkpoint) -> PreTrainedModel:
 
 
 def attention_layers(model: PreTrainedModel, checkpoint: Checkpoint) -> list[AttentionLayer]:
-    """Return the layers in the model's order; raises `UsageError` if the checkpoint lacks a weight of one of them."""
+    """Returns the layers in the model's order; raises `UsageError` if the checkpoint lacks a weight of one of them."""
     paths = {id(module): path for path, module in model.named_modules()}
     cached = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
     layers = []
@@ -75,12 +75,12 @@ def attention_layers(model: PreTrainedModel, checkpoint: Checkpoint) -> list[Att
 
 
 def projections(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
-    """Return names and modules of the projections whose weights are part of `calib.runtime.artifact.fingerprint`."""
+    """Returns names and modules of the projections whose weights are part of `calib.runtime.artifact.fingerprint`."""
     return ((path, module) for path, module in model.named_modules() if path.rpartition(".")[2] in PROJECTIONS)
 
 
 def stored_name(model: PreTrainedModel, name: str, checkpoint: Checkpoint) -> str:
-    """Return the name of the parameter `name` in the checkpoint: the same, or the one under which transformers saves it."""
+    """Returns the name of the parameter `name` in the checkpoint: the same, or the one under which transformers saves it."""
     if name in checkpoint.files:
         return name
     (renamed,) = revert_weight_conversion(model, {name: torch.empty(0, device="meta")})

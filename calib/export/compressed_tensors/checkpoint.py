@@ -69,12 +69,12 @@ class Checkpoint:
         return next((self.config[key] for key in QUANTIZATION if self.config.get(key)), None)
 
     def tensor(self, name: str) -> Tensor:
-        """Return a weight as it is stored, on the CPU; memory-mapped, so its bytes are read when they are used."""
+        """Returns a weight as it is stored, on the CPU; memory-mapped, so its bytes are read when they are used."""
         with safe_open(self.folder / self.files[name], framework="pt") as file:
             return file.get_tensor(name)
 
     def companions(self) -> list[Path]:
-        """Return the other files of the folder (tokenizer, generation settings, templates), without folders and hidden files."""
+        """Returns the other files of the folder (tokenizer, generation settings, templates), without folders and hidden files."""
         files = [path for path in sorted(self.folder.iterdir()) if path.is_file() and not path.name.startswith(".")]
         return [
             path
@@ -86,7 +86,7 @@ class Checkpoint:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file; raises `UsageError` if it cannot be read or holds anything else."""
+    """Returns the object in a JSON file; raises `UsageError` if it cannot be read or holds anything else."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -97,7 +97,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def names(path: Path) -> list[str]:
-    """Return the names of a safetensors file's tensors; raises `UsageError` if it cannot be read."""
+    """Returns the names of a safetensors file's tensors; raises `UsageError` if it cannot be read."""
     try:
         with safe_open(path, framework="pt") as file:
             return list(file.keys())
@@ -106,6 +106,6 @@ def names(path: Path) -> list[str]:
 
 
 def size(path: Path) -> int:
-    """Return the bytes of a safetensors file's tensors: all but the header and the 8 bytes of its length."""
+    """Returns the bytes of a safetensors file's tensors: all but the header and the 8 bytes of its length."""
     with path.open("rb") as file:
         return path.stat().st_size - 8 - int.from_bytes(file.read(8), "little")

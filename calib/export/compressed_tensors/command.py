@@ -52,7 +52,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Return the options, after the checks that need no model."""
+    """Returns the options, after the checks that need no model."""
     parser = Parser(
         prog="calib export --format compressed-tensors",
         description="Write a checkpoint whose keys and values an engine such as vLLM stores in fp8, with calibrated scales.",
@@ -96,7 +96,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def report(
     artifact: "Artifact", layers: Sequence["AttentionLayer"], scales: Mapping[str, "Tensor"], granularity: str
 ) -> list[str]:
-    """Return lines for the user: the ranges of the scales, unmeasured layers and sliding-window layers."""
+    """Returns lines for the user: the ranges of the scales, unmeasured layers and sliding-window layers."""
     from calib.export.compressed_tensors.scales import PARAMETERS, unmeasured
 
     lines = [

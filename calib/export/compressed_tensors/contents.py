@@ -20,7 +20,7 @@ BESIDE_INDEX = {SINGLE: "model-weights.safetensors"}
 def contents(
     checkpoint: Checkpoint, config: Mapping[str, Any], scales: Mapping[str, Tensor], whole: bool
 ) -> dict[str, bytes | Path]:
-    """Return the new files by name: scales, configuration and index; with `whole` also the model's other files.
+    """Returns the new files by name: scales, configuration and index; with `whole` also the model's other files.
 
     Weights are not among them. Without `whole` the index has the weights' present file names: the three files then belong into
     the model's own folder. Raises `UsageError` if the model already has tensors with the names of the scales.
@@ -44,7 +44,7 @@ def contents(
 
 
 def weights(checkpoint: Checkpoint) -> dict[str, Path]:
-    """Return the model's weight files, by the names that they get beside an index."""
+    """Returns the model's weight files, by the names that they get beside an index."""
     return {BESIDE_INDEX.get(file, file): checkpoint.folder / file for file in sorted(set(checkpoint.files.values()))}
 
 

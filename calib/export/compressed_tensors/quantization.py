@@ -13,7 +13,7 @@ STRATEGIES: Mapping[Granularity, str] = {"tensor": "tensor", "head": "attn_head"
 
 
 def with_scales(checkpoint: Checkpoint, granularity: Granularity) -> dict[str, Any]:
-    """Return the checkpoint's configuration with a `kv_cache_scheme`: keys and values in fp8, scales of this granularity.
+    """Returns the checkpoint's configuration with a `kv_cache_scheme`: keys and values in fp8, scales of this granularity.
 
     Raises `UsageError` for weights quantised by another library, whose configuration cannot describe the scales, and for a
     checkpoint that already has a `kv_cache_scheme`.

@@ -31,7 +31,7 @@ LEAST = torch.finfo(torch.float32).tiny  # a smaller scale would be 0 on devices
 def named_scales(
     artifact: Artifact, layers: Sequence[AttentionLayer], granularity: Granularity, headroom: float = 1.0
 ) -> dict[str, Tensor]:
-    """Return the scales as tensors of the checkpoint: `MODULE.k_scale` and `MODULE.v_scale` of every layer.
+    """Returns the scales as tensors of the checkpoint: `MODULE.k_scale` and `MODULE.v_scale` of every layer.
 
     They are float32, `[1]` (granularity `tensor`) or `[kv_heads, 1, 1]` (`head`).
     """
@@ -44,13 +44,13 @@ def named_scales(
 
 
 def greatest(artifact: Artifact, stream: str) -> Tensor:
-    """Return max |x| of every layer and KV head, float32 `[layers, kv_heads]`; raises `ArtifactError` without ranges."""
+    """Returns max |x| of every layer and KV head, float32 `[layers, kv_heads]`; raises `ArtifactError` without ranges."""
     low, high = (artifact.tensor(f"{stream}.{end}") for end in ("low", "high"))
     return torch.maximum(low.abs(), high.abs()).amax(-1)
 
 
 def scales(artifact: Artifact, stream: str, granularity: Granularity, headroom: float = 1.0) -> Tensor:
-    """Return the scales of `keys` or `values`, float32 `[layers, 1]` (tensor) or `[layers, kv_heads, 1, 1]` (head).
+    """Returns the scales of `keys` or `values`, float32 `[layers, 1]` (tensor) or `[layers, kv_heads, 1, 1]` (head).
 
     A head that was always 0 gets its layer's scale; a layer that was always 0, or had no samples (`unmeasured`), gets 1, which
     engines also assume for layers without scales.
@@ -63,6 +63,6 @@ def scales(artifact: Artifact, stream: str, granularity: Granularity, headroom: 
 
 
 def unmeasured(artifact: Artifact) -> list[int]:
-    """Return the layers whose keys or values were all 0, as in layers without samples."""
+    """Returns the layers whose keys or values were all 0, as in layers without samples."""
     reached = torch.stack([greatest(artifact, stream).amax(-1) for stream in STREAMS]).amin(0) > 0
     return (~reached).nonzero().flatten().tolist()

@@ -16,7 +16,7 @@ TINY = float(np.finfo(np.float32).tiny)
 
 
 def attend_graph(layer: Layer) -> Graph:
-    """Return the graph from query, fields of every tier, window and mask to attention output and log-sum-exp."""
+    """Returns the graph from query, fields of every tier, window and mask to attention output and log-sum-exp."""
     graph, (heads, channels) = Graph(), layer.shape
     query = graph.input("query", np.float32, ("batch", "heads", "rows", channels))
     # The query rows of a KV head: for each query head of its group, that head's rows.
@@ -71,11 +71,11 @@ class _Part:
             self.cos_sin = [graph.input(f"{prefix}{name}", np.float32, shape) for name in ("cos", "sin")]
 
     def tokens(self) -> Value:
-        """Return the number of tokens, int64 `[1]`."""
+        """Returns the number of tokens, int64 `[1]`."""
         return next(iter(self.block.values())).size(2)
 
     def scores(self, query: Value) -> Value:
-        """Return q.k^ of every token, `[batch, kv_heads, rows, tokens]`."""
+        """Returns q.k^ of every token, `[batch, kv_heads, rows, tokens]`."""
         writer = self.stream.writer
         if writer is None:
             return query @ self.block["exact"].permute(0, 1, 3, 2)
@@ -86,7 +86,7 @@ class _Part:
         return scores if constant is None else scores + constant
 
     def mix(self, weights: Value) -> Value:
-        """Return sum_t p_t v^_t for attention weights p, `[batch, kv_heads, rows, D]`."""
+        """Returns sum_t p_t v^_t for attention weights p, `[batch, kv_heads, rows, D]`."""
         writer = self.stream.writer
         if writer is None:
             return weights @ self.block["exact"]
@@ -94,7 +94,7 @@ class _Part:
 
 
 def _rotated(keys: Value, cos: Value, sin: Value) -> Value:
-    """Return keys with half-split RoPE applied to their first 2 n channels, n being the channels of `cos`."""
+    """Returns keys with half-split RoPE applied to their first 2 n channels, n being the channels of `cos`."""
     half = cos.size(3)
     first, second, rest = keys.part(3, 0, half), keys.part(3, half, half * 2), keys.part(3, half * 2, 2**31 - 1)
     return keys.graph.join([first * cos - second * sin, second * cos + first * sin, rest], 3)

@@ -30,7 +30,7 @@ WRITERS: dict[str, type[Any]] = {
 
 
 def writer_of(codec: Codec, shape: Shape, fp32_params: bool, block: int | None = None) -> Writer:
-    """Return the writer of `codec`.
+    """Returns the writer of `codec`.
 
     Args:
         codec: bound to a layer.

@@ -11,7 +11,7 @@ from calib.runtime.stages.codec import Sparse
 
 
 def kept(codec: Sparse, fp32_params: bool) -> dict[str, tuple[type, int]]:
-    """Return dtype and width of each field of a token's coefficients."""
+    """Returns dtype and width of each field of a token's coefficients."""
     form, half = codec.coefficients.form, kept_dtype(fp32_params)
     if isinstance(form, int):
         return {"coefficients": (np.uint8, bytes_per_token(codec.pairs, form)), "scale": (half, 1)}
@@ -19,7 +19,7 @@ def kept(codec: Sparse, fp32_params: bool) -> dict[str, tuple[type, int]]:
 
 
 def encoded(coefficients: Value, codec: Sparse, fp32_params: bool) -> dict[str, Value]:
-    """Return the fields of coefficients, float32 `[..., pairs]`."""
+    """Returns the fields of coefficients, float32 `[..., pairs]`."""
     form, where = codec.coefficients.form, coefficients.graph.where
     if form == "fp16":
         return {"coefficients": stored(coefficients, fp32_params)}
@@ -34,7 +34,7 @@ def encoded(coefficients: Value, codec: Sparse, fp32_params: bool) -> dict[str, 
 
 
 def decoded(block: dict[str, Value], codec: Sparse) -> Value:
-    """Return the coefficients of the fields, float32 `[..., pairs]`."""
+    """Returns the coefficients of the fields, float32 `[..., pairs]`."""
     form, numbers = codec.coefficients.form, block["coefficients"]
     if form == "fp16":
         return numbers.cast(np.float32)
@@ -46,7 +46,7 @@ def decoded(block: dict[str, Value], codec: Sparse) -> Value:
 
 
 def _float8(x: Value) -> Value:
-    """Return the e4m3 codes of x: the code of |x| is the number of midpoints between neighbouring e4m3 numbers below it."""
+    """Returns the e4m3 codes of x: the code of |x| is the number of midpoints between neighbouring e4m3 numbers below it."""
     numbers = _float8_numbers(127)  # 0 ... 448, in the order of their codes
     borders = ((numbers[1:].astype(np.float64) + numbers[:-1]) / 2).astype(np.float32)
     # Ties go to the even code: if that is the upper one, its midpoint is lowered so that |x| equal to it counts as above.
@@ -56,5 +56,5 @@ def _float8(x: Value) -> Value:
 
 
 def _float8_numbers(count: int) -> np.ndarray:
-    """Return the e4m3 numbers of the first `count` codes, float32."""
+    """Returns the e4m3 numbers of the first `count` codes, float32."""
     return torch.arange(count, dtype=torch.uint8).view(torch.float8_e4m3fn).float().numpy()

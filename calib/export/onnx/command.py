@@ -52,7 +52,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def read_request(asked: argparse.Namespace, rest: Sequence[str]) -> "Request":
-    """Return the request: method, options, artifact and model shape. Raises UsageError before any file is written."""
+    """Returns the request: method, options, artifact and model shape. Raises UsageError before any file is written."""
     from calib.export.onnx.models import Request
     from calib.runtime.methods import Geometry, options_of
 
@@ -74,7 +74,7 @@ def read_request(asked: argparse.Namespace, rest: Sequence[str]) -> "Request":
 
 
 def geometry_of(model: str) -> "Geometry":
-    """Return the shape in a model's configuration, without reading weights; raises UsageError if there is none."""
+    """Returns the shape in a model's configuration, without reading weights; raises UsageError if there is none."""
     from transformers import AutoConfig
 
     from calib.capture.model_files import ModelFiles
@@ -119,7 +119,7 @@ def write(request: "Request", layers: Sequence[int], folder: Path) -> int:
 
 
 def described(value: Any) -> str:
-    """Return an input or output in words, such as `keys float [batch, 2, tokens, 64]`."""
+    """Returns an input or output in words, such as `keys float [batch, 2, tokens, 64]`."""
     import onnx
 
     kind = value.type.tensor_type

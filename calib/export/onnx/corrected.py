@@ -27,14 +27,14 @@ class Repaired:
         return self.codec.shape
 
     def fields(self) -> Fields:
-        """Return the codec's fields, and those of each correction under its prefix."""
+        """Returns the codec's fields, and those of each correction under its prefix."""
         fields = self.codec.fields()
         for prefix, part in self._parts():
             fields |= {prefix + name: field for name, field in part.fields().items()}
         return fields
 
     def encode(self, x: Value) -> dict[str, Value]:
-        """Return the fields of x, float32 `[batch, kv_heads, T, D]`, one segment per row.
+        """Returns the fields of x, float32 `[batch, kv_heads, T, D]`, one segment per row.
 
         With thresholds, `OVERFLOWED` is the number of entries beyond them that are not stored because all slots are used.
         """
@@ -54,7 +54,7 @@ class Repaired:
         return block
 
     def decode(self, block: dict[str, Value]) -> Value:
-        """Return x^, float32 `[batch, kv_heads, T, D]`."""
+        """Returns x^, float32 `[batch, kv_heads, T, D]`."""
         x = self.codec.decode(block)
         for prefix, part in ((LOW_RANK, self.low_rank), (RESIDUAL, self.residual)):
             if part is not None:
@@ -62,7 +62,7 @@ class Repaired:
         return x if self.outliers is None else x + self._outlying(block)
 
     def scores(self, query: Value, block: dict[str, Value]) -> Value:
-        """Return q.x^ = q.D + (q B) A^T + q.Q + q.S, with S expanded to a matrix of the segment's size."""
+        """Returns q.x^ = q.D + (q B) A^T + q.Q + q.S, with S expanded to a matrix of the segment's size."""
         scores = self.codec.scores(query, block)
         for prefix, part in ((LOW_RANK, self.low_rank), (RESIDUAL, self.residual)):
             if part is not None:
@@ -70,7 +70,7 @@ class Repaired:
         return scores if self.outliers is None else scores + query @ self._outlying(block).permute(0, 1, 3, 2)
 
     def mix(self, weights: Value, block: dict[str, Value]) -> Value:
-        """Return p.x^ = p.D + (p A) B^T + p.Q + p.S for attention weights p."""
+        """Returns p.x^ = p.D + (p A) B^T + p.Q + p.S for attention weights p."""
         mixed = self.codec.mix(weights, block)
         for prefix, part in ((LOW_RANK, self.low_rank), (RESIDUAL, self.residual)):
             if part is not None:
@@ -78,7 +78,7 @@ class Repaired:
         return mixed if self.outliers is None else mixed + weights @ self._outlying(block)
 
     def _outlying(self, block: dict[str, Value]) -> Value:
-        """Return S: the outliers' deltas at their positions, 0 elsewhere, `[batch, kv_heads, T, D]`."""
+        """Returns S: the outliers' deltas at their positions, 0 elsewhere, `[batch, kv_heads, T, D]`."""
         assert self.outliers is not None
         codes = block["words"] if "words" in block else block["indices"]
         return self.outliers.decode(_part(OUTLIERS, block), codes.size(2))

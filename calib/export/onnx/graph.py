@@ -74,11 +74,11 @@ class Value:
         return self.graph.op(kind, self, self.graph.like(other, self.dtype), dtype=dtype)
 
     def op(self, kind: str, *others: "Value", dtype: Any = None, **attributes: Any) -> "Value":
-        """Return the ONNX operator `kind` applied to this and `others`; `dtype` is the result's, by default this one's."""
+        """Returns the ONNX operator `kind` applied to this and `others`; `dtype` is the result's, by default this one's."""
         return self.graph.op(kind, self, *others, dtype=dtype, **attributes)
 
     def cast(self, dtype: Any) -> "Value":
-        """Return the value cast to `dtype`: floats to floats are rounded to nearest even, floats to integers towards 0."""
+        """Returns the value cast to `dtype`: floats to floats are rounded to nearest even, floats to integers towards 0."""
         to = np.dtype(dtype)
         return self if to == self.dtype else self.op("Cast", dtype=to, to=helper.np_dtype_to_tensor_dtype(to))
 
@@ -95,34 +95,34 @@ class Value:
         return self.op("Expand", self.graph.dims(dims))
 
     def permute(self, *axes: int) -> "Value":
-        """Permute the axes."""
+        """Permutes the axes."""
         return self.op("Transpose", perm=axes)
 
     def shape(self) -> "Value":
-        """Return the lengths of all axes, int64 `[rank]`."""
+        """Returns the lengths of all axes, int64 `[rank]`."""
         return self.op("Shape", dtype=np.int64)
 
     def size(self, axis: int) -> "Value":
-        """Return the length of an axis, int64 `[1]`."""
+        """Returns the length of an axis, int64 `[1]`."""
         return self.op("Shape", dtype=np.int64, start=axis, end=axis + 1)
 
     def part(self, axis: int, start: Dim, stop: Dim) -> "Value":
-        """Return entries `start` ... `stop` - 1 of an axis."""
+        """Returns entries `start` ... `stop` - 1 of an axis."""
         return self.op("Slice", *(self.graph.dims([end]) for end in (start, stop, axis)))
 
     def split(self, axis: int, sizes: Sequence[Dim]) -> list["Value"]:
-        """Split an axis into parts of these lengths."""
+        """Splits an axis into parts of these lengths."""
         if len(sizes) == 1:
             return [self]
         return self.graph.ops("Split", self, self.graph.dims(sizes), outputs=len(sizes), axis=axis)
 
     def pad(self, axis: int, rank: int, missing: Dim) -> "Value":
-        """Append `missing` zeros to an axis of a tensor with `rank` axes."""
+        """Appends `missing` zeros to an axis of a tensor with `rank` axes."""
         ends = [0] * (2 * rank)
         return self.op("Pad", self.graph.dims([*ends[: rank + axis], missing, *ends[rank + axis + 1 :]]))
 
     def sum(self, *axes: int, keep: bool = True) -> "Value":
-        """Sum over axes."""
+        """Sums over axes."""
         return self._reduced("ReduceSum", axes, keep)
 
     def max(self, *axes: int, keep: bool = True) -> "Value":
@@ -137,31 +137,31 @@ class Value:
         return self.op(kind, self.graph.dims(axes), keepdims=int(keep))
 
     def argmax(self, axis: int) -> "Value":
-        """Return the index of the first maximum along an axis, which is kept with length 1; int64."""
+        """Returns the index of the first maximum along an axis, which is kept with length 1; int64."""
         return self.op("ArgMax", dtype=np.int64, axis=axis, keepdims=1, select_last_index=0)
 
     def abs(self) -> "Value":
-        """Return |x|."""
+        """Returns |x|."""
         return self.op("Abs")
 
     def clamp(self, least: float | int, most: float | int) -> "Value":
-        """Clamp to [least, most]."""
+        """Clamps to [least, most]."""
         return self.op("Clip", *(self.graph.like(end, self.dtype) for end in (least, most)))
 
     def at_least(self, least: float | int) -> "Value":
-        """Return max(x, least)."""
+        """Returns max(x, least)."""
         return self._with("Max", least)
 
     def gather(self, axis: int, positions: "Value") -> "Value":
-        """Gather entries along an axis by an index tensor (as torch.gather)."""
+        """Gathers entries along an axis by an index tensor (as torch.gather)."""
         return self.op("GatherElements", positions, axis=axis)
 
     def entries(self, axis: int, numbers: Sequence[int]) -> "Value":
-        """Select entries of an axis by constant indices."""
+        """Selects entries of an axis by constant indices."""
         return self.op("Gather", self.graph.constant(list(numbers), np.int64), axis=axis)
 
     def take(self, rows: "Value") -> "Value":
-        """Select entries of axis 0 by the indices `rows`."""
+        """Selects entries of axis 0 by the indices `rows`."""
         return self.op("Gather", rows, axis=0)
 
 
@@ -176,18 +176,18 @@ class Graph:
         self._count = 0
 
     def input(self, name: str, dtype: Any, shape: Sequence[int | str]) -> Value:
-        """Add an input; a string in `shape` names an axis of any length."""
+        """Adds an input; a string in `shape` names an axis of any length."""
         self.inputs.append(helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(np.dtype(dtype)), shape))
         return Value(self, name, np.dtype(dtype))
 
     def output(self, name: str, value: Value, shape: Sequence[int | str]) -> None:
-        """Add `value` as the output `name`."""
+        """Adds `value` as the output `name`."""
         self.nodes.append(helper.make_node("Identity", [value.name], [name]))
         kind = helper.np_dtype_to_tensor_dtype(value.dtype)
         self.outputs.append(helper.make_tensor_value_info(name, kind, shape))
 
     def constant(self, array: Any, dtype: Any = None) -> Value:
-        """Return `array` as an initialiser; equal constants are stored once."""
+        """Returns `array` as an initialiser; equal constants are stored once."""
         data = np.ascontiguousarray(array, dtype) if np.ndim(array) else np.array(array, dtype)
         key = (data.dtype.str, data.shape, data.tobytes())
         if key not in self._constants:
@@ -196,32 +196,32 @@ class Graph:
         return self._constants[key][0]
 
     def like(self, number: Number, dtype: Any) -> Value:
-        """Return a `Value` as it is, a number or array as a constant of `dtype`."""
+        """Returns a `Value` as it is, a number or array as a constant of `dtype`."""
         return number if isinstance(number, Value) else self.constant(number, dtype)
 
     def dims(self, dims: Sequence[Dim]) -> Value:
-        """Return lengths (numbers or int64 `[1]` values) as one int64 tensor."""
+        """Returns lengths (numbers or int64 `[1]` values) as one int64 tensor."""
         if all(isinstance(dim, int) for dim in dims):
             return self.constant(list(dims), np.int64)
         parts = [dim if isinstance(dim, Value) else self.constant([dim], np.int64) for dim in dims]
         return parts[0] if len(parts) == 1 else self.join(parts, 0)
 
     def join(self, parts: Sequence[Value], axis: int) -> Value:
-        """Concatenate along an axis."""
+        """Concatenates along an axis."""
         return parts[0] if len(parts) == 1 else self.op("Concat", *parts, axis=axis)
 
     def where(self, condition: Value, yes: Number, no: Number) -> Value:
-        """Choose elementwise; `yes` or `no` must be a `Value`, whose dtype the result has."""
+        """Chooses elementwise; `yes` or `no` must be a `Value`, whose dtype the result has."""
         dtype = next(part.dtype for part in (yes, no) if isinstance(part, Value))
         return self.op("Where", condition, self.like(yes, dtype), self.like(no, dtype), dtype=dtype)
 
     def up_to(self, stop: Value) -> Value:
-        """Return 0, 1, ..., `stop` - 1, int64; `stop` is int64 `[1]`."""
+        """Returns 0, 1, ..., `stop` - 1, int64; `stop` is int64 `[1]`."""
         ends = (self.constant(0, np.int64), self.op("Squeeze", stop), self.constant(1, np.int64))
         return self.op("Range", *ends)
 
     def repeat(self, times: Value, start: Value, step: Callable[[Value], Value]) -> Value:
-        """Apply `step` to `start` `times` times (int64 `[1]`), as an ONNX Loop."""
+        """Applies `step` to `start` `times` times (int64 `[1]`), as an ONNX Loop."""
         whole, self.nodes = self.nodes, []
         state, going = (self._new(dtype) for dtype in (start.dtype, np.bool_))
         ahead = self.op("Identity", going)
@@ -237,13 +237,13 @@ class Graph:
         return self.op("Loop", self.op("Squeeze", times), self.constant(True), start, dtype=start.dtype, body=body)
 
     def op(self, kind: str, *inputs: Value, dtype: Any = None, **attributes: Any) -> Value:
-        """Append an operator with one result; `dtype` is the result's, by default the first input's."""
+        """Appends an operator with one result; `dtype` is the result's, by default the first input's."""
         return self.ops(kind, *inputs, outputs=1, dtypes=[dtype], **attributes)[0]
 
     def ops(
         self, kind: str, *inputs: Value, outputs: int, dtypes: Sequence[Any] | None = None, **attributes: Any
     ) -> list[Value]:
-        """Append an operator with several results; a dtype that is not given is the first input's."""
+        """Appends an operator with several results; a dtype that is not given is the first input's."""
         found = [self._new(inputs[0].dtype if dtype is None else dtype) for dtype in dtypes or [None] * outputs]
         given, given_out = ([value.name for value in values] for values in (inputs, found))
         self.nodes.append(helper.make_node(kind, given, given_out, **attributes))
@@ -254,7 +254,7 @@ class Graph:
         return Value(self, f"v{self._count}", np.dtype(dtype))
 
     def model(self, name: str, metadata: Mapping[str, str], producer: str, version: str) -> onnx.ModelProto:
-        """Return the graph as a model, checked with full shape inference."""
+        """Returns the graph as a model, checked with full shape inference."""
         initialisers = [tensor for _, tensor in self._constants.values()]
         graph = helper.make_graph(self.nodes, name, self.inputs, self.outputs, initialisers)
         model = helper.make_model(

@@ -7,7 +7,7 @@ from calib.kernels.to_half import HALF_MAX
 
 
 def stored(x: Value, fp32_params: bool) -> Value:
-    """Return float32 `x` as it is stored: clamped and rounded to float16, or with `fp32_params` in float32.
+    """Returns float32 `x` as it is stored: clamped and rounded to float16, or with `fp32_params` in float32.
 
     In float32, numbers within float16's range are still rounded to float16.
     """
@@ -17,5 +17,5 @@ def stored(x: Value, fp32_params: bool) -> Value:
 
 
 def kept_dtype(fp32_params: bool) -> type:
-    """Return the dtype of the result of `stored`."""
+    """Returns the dtype of the result of `stored`."""
     return np.float32 if fp32_params else np.float16

@@ -27,7 +27,7 @@ class Factors:
     longest: int | None
 
     def fields(self) -> Fields:
-        """Return the fields: `coefficients` for every token, and r D numbers of `basis` for the segment, r being the rank."""
+        """Returns the fields: `coefficients` for every token, and r D numbers of `basis` for the segment, r being the rank."""
         heads, dtype = self.shape.heads, kept_dtype(self.fp32_params)
         if self.part.basis is not None:
             return {"coefficients": Field(dtype, heads, 1, int(self.part.rank))}
@@ -37,7 +37,7 @@ class Factors:
         }
 
     def encode(self, residual: Value) -> dict[str, Value]:
-        """Return the fields of a residual, float32 `[batch, kv_heads, T, D]`."""
+        """Returns the fields of a residual, float32 `[batch, kv_heads, T, D]`."""
         if self.part.basis is not None:
             return {"coefficients": stored(residual @ self._known(residual).permute(0, 2, 1), self.fp32_params)}
         heads, channels = self.shape
@@ -52,16 +52,16 @@ class Factors:
         }
 
     def decode(self, block: dict[str, Value]) -> Value:
-        """Return A B^T, float32 `[batch, kv_heads, T, D]`."""
+        """Returns A B^T, float32 `[batch, kv_heads, T, D]`."""
         return block["coefficients"].cast(np.float32) @ self._basis(block)
 
     def scores(self, query: Value, block: dict[str, Value]) -> Value:
-        """Return (q B) A^T `[batch, kv_heads, rows, T]`."""
+        """Returns (q B) A^T `[batch, kv_heads, rows, T]`."""
         shared = query @ _turned(self._basis(block), self.part.basis is not None)
         return shared @ block["coefficients"].cast(np.float32).permute(0, 1, 3, 2)
 
     def mix(self, weights: Value, block: dict[str, Value]) -> Value:
-        """Return (p A) B^T `[batch, kv_heads, rows, D]`."""
+        """Returns (p A) B^T `[batch, kv_heads, rows, D]`."""
         return (weights @ block["coefficients"].cast(np.float32)) @ self._basis(block)
 
     @property
@@ -69,18 +69,18 @@ class Factors:
         return self.shape.width if self.part.across_heads else self.shape.channels
 
     def _basis(self, block: dict[str, Value]) -> Value:
-        """Return B^T, float32 `[batch, kv_heads, r, D]`; without the batch axis if it is the artifact's."""
+        """Returns B^T, float32 `[batch, kv_heads, r, D]`; without the batch axis if it is the artifact's."""
         if self.part.basis is not None:
             return self._known(block["coefficients"])
         return block["basis"].cast(np.float32).reshape(0, self.shape.heads, -1, self.shape.channels)
 
     def _known(self, like: Value) -> Value:
-        """Return the artifact's basis rounded as the runtime uses it, float32 `[kv_heads, r, D]`."""
+        """Returns the artifact's basis rounded as the runtime uses it, float32 `[kv_heads, r, D]`."""
         assert self.part.basis is not None
         return like.graph.constant(stored_tensor(self.part.basis[:, : int(self.part.rank)], False).float().numpy())
 
     def _rank(self, matrix: Value) -> Value:
-        """Return the rank of a matrix `[..., T, width]`, int64 `[1]`, as `LowRank.of_segment` does."""
+        """Returns the rank of a matrix `[..., T, width]`, int64 `[1]`, as `LowRank.of_segment` does."""
         least = matrix.size(2).op("Min", matrix.graph.dims([self._width]))
         if type(self.part.rank) is int:
             return least.op("Min", matrix.graph.dims([self.part.rank]))
@@ -88,7 +88,7 @@ class Factors:
         return share.at_least(1).op("Min", least)
 
     def _iterated(self, matrix: Value, rank: Value) -> Value:
-        """Return orthonormal columns by power iteration, float32 `[batch, h, width, R]`, R the highest possible rank.
+        """Returns orthonormal columns by power iteration, float32 `[batch, h, width, R]`, R the highest possible rank.
 
         Only the first `rank` columns are meaningful.
         """
@@ -107,7 +107,7 @@ class Factors:
 
 
 def orthonormal(columns: Value, width: int, count: int) -> Value:
-    """Return Q of the QR decomposition of `[batch, h, width, count]` by Householder reflections, with LAPACK's signs.
+    """Returns Q of the QR decomposition of `[batch, h, width, count]` by Householder reflections, with LAPACK's signs.
 
     For each column H = I - tau v v^T, v = (1, entries below / (first - beta)), beta = -sign(first) norm; H = I if all entries
     below are 0. The first r columns of Q do not depend on later columns.

@@ -40,7 +40,7 @@ class Request:
     fp32_params: bool = False
 
     def layer(self, number: int) -> Layer:
-        """Return the stages of attention layer `number`; raises ValueError for options that do not fit, or have no graph."""
+        """Returns the stages of attention layer `number`; raises ValueError for options that do not fit, or have no graph."""
         geometry = self.geometry
         check_written(self.method)
         plan = build(self.method, self.options).plan(number, geometry, self.artifact)
@@ -49,7 +49,7 @@ class Request:
         return layer_of(plan, shape, self.fp32_params, LayerContext(number, self.seed), self.method)
 
     def models(self, number: int) -> dict[str, onnx.ModelProto]:
-        """Return the layer's models by file name without suffix: `layer0.keys.encode`, `layer0.tier1.values.decode`, ..."""
+        """Returns the layer's models by file name without suffix: `layer0.keys.encode`, `layer0.tier1.values.decode`, ..."""
         layer, found = self.layer(number), {}
         for tier in layer.tiers:
             for stream in (tier.keys, tier.values):

@@ -38,7 +38,7 @@ class ExactEntries:
     fp32_params: bool
 
     def fields(self) -> Fields:
-        """Return the fields, of every token or of the segment. Positions are int32 here; the runtime's pages use fewer bytes."""
+        """Returns the fields, of every token or of the segment. Positions are int32 here; the runtime's pages use fewer bytes."""
         heads, ranked = 1 if self._across else self.shape.heads, self.part.ranked
         each, width = (None, "outliers") if self._length is None else (1, 2 * self.part.count(self._length))
         names = {"tokens": ["tokens"], "channels": ["channels"], "matrix": ["channels", "tokens"]}[ranked]
@@ -46,7 +46,7 @@ class ExactEntries:
         return {"delta": Field(kept_dtype(self.fp32_params), heads, each, width)} | positions
 
     def find(self, x: Value) -> Found:
-        """Return the outliers of x, float32 `[batch, kv_heads, T, D]`."""
+        """Returns the outliers of x, float32 `[batch, kv_heads, T, D]`."""
         rows, count = self._rows(x), self._count(x)
         if self.part.low is not None and self.part.high is not None:
             low, high = (self._threshold(x.graph, part) for part in (self.part.low, self.part.high))
@@ -59,7 +59,7 @@ class ExactEntries:
         return Found(positions, None, _marked(nothing, positions, 1.0) > 0.0, None)
 
     def filled(self, x: Value, found: Found) -> Value:
-        """Return `x` with its outliers replaced by the mean of the row's rest (fill "mean") or by 0."""
+        """Returns `x` with its outliers replaced by the mean of the row's rest (fill "mean") or by 0."""
         where = x.graph.where
         rest = where(found.mask, 0.0, self._rows(x))
         if self.part.fill == "mean":
@@ -68,11 +68,11 @@ class ExactEntries:
         return self._tokens(rest)
 
     def cleared(self, x: Value, found: Found) -> Value:
-        """Return `x` with 0 at the outliers."""
+        """Returns `x` with 0 at the outliers."""
         return self._tokens(x.graph.where(found.mask, 0.0, self._rows(x)))
 
     def encode(self, distance: Value, found: Found) -> dict[str, Value]:
-        """Return the fields from `distance`, x minus codec and low-rank part, float32 `[batch, kv_heads, T, D]`."""
+        """Returns the fields from `distance`, x minus codec and low-rank part, float32 `[batch, kv_heads, T, D]`."""
         delta = self._rows(distance).gather(3, found.positions)
         delta = stored(delta if found.used is None else delta * found.used.cast(np.float32), self.fp32_params)
         positions, heads = found.positions.cast(np.int32), self.shape.heads
@@ -85,7 +85,7 @@ class ExactEntries:
         return {"delta": delta, "channels": positions - token * self.shape.width, "tokens": token}
 
     def decode(self, block: dict[str, Value], tokens: Value) -> Value:
-        """Return the deltas at their positions, 0 elsewhere: float32 `[batch, kv_heads, T, D]`, T being `tokens`."""
+        """Returns the deltas at their positions, 0 elsewhere: float32 `[batch, kv_heads, T, D]`, T being `tokens`."""
         delta, heads, channels = block["delta"].cast(np.float32), *self.shape
         rows: tuple[Dim, ...]
         if self.part.ranked == "tokens":
@@ -115,7 +115,7 @@ class ExactEntries:
         return self.shape.width if self._across else self.shape.channels
 
     def _count(self, x: Value) -> Dim:
-        """Return k, the outliers at each end of a row, as `Outliers.count` does."""
+        """Returns k, the outliers at each end of a row, as `Outliers.count` does."""
         if self._length is not None:
             return self.part.count(self._length)
         length = x.size(2) if self.part.ranked == "tokens" else x.size(2) * self.shape.width
@@ -123,7 +123,7 @@ class ExactEntries:
         return share.at_least(1).op("Min", length / 2)
 
     def _threshold(self, graph: Graph, threshold: torch.Tensor) -> Value:
-        """Return a threshold as a constant that broadcasts against the rows of `_rows`."""
+        """Returns a threshold as a constant that broadcasts against the rows of `_rows`."""
         array = threshold.float().numpy()
         if array.size == 1:
             return graph.constant(array.reshape(1, 1, 1, 1))
@@ -135,7 +135,7 @@ class ExactEntries:
         return graph.constant(whole.transpose(1, 0, 2).reshape(1, 1, 1, -1))
 
     def _rows(self, x: Value) -> Value:
-        """Return x `[batch, kv_heads, T, D]` as rows `[batch, h, m, N]`, the axis that is ranked being the last."""
+        """Returns x `[batch, kv_heads, T, D]` as rows `[batch, h, m, N]`, the axis that is ranked being the last."""
         if self.part.ranked == "tokens":
             return x.permute(0, 1, 3, 2)
         if not self._across:
@@ -151,19 +151,19 @@ class ExactEntries:
 
 
 def _extreme(rows: Value, count: Dim, largest: int) -> Value:
-    """Return the positions of the `count` largest (`largest` 1) or smallest (0) entries of the last axis, int64."""
+    """Returns the positions of the `count` largest (`largest` 1) or smallest (0) entries of the last axis, int64."""
     ends = rows.graph.dims([count])
     return rows.graph.ops("TopK", rows, ends, outputs=2, dtypes=[None, np.int64], axis=3, largest=largest)[1]
 
 
 def _marked(rows: Value, positions: Value, number: float) -> Value:
-    """Return `rows` with `number` at `positions` of the last axis."""
+    """Returns `rows` with `number` at `positions` of the last axis."""
     filling = rows.graph.constant([number], np.float32).expand(positions.shape())
     return rows.op("ScatterElements", positions, filling, axis=3)
 
 
 def _first_beyond(rows: Value, low: Value, high: Value, count: Dim) -> Found:
-    """Return the first `count` entries above `high` and the first `count` below `low`; unused slots have position 0."""
+    """Returns the first `count` entries above `high` and the first `count` below `low`; unused slots have position 0."""
     graph, length = rows.graph, rows.size(3)
     most = graph.dims([count])
     # Entries beyond the threshold get falling numbers, all others 0: TopK returns the former in order of position.

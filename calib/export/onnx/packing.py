@@ -8,17 +8,17 @@ from calib.kernels.pack.reference import Widths, byte_parts, first_bits, pattern
 
 
 def pack(codes: Value, bits: int | Widths, channels: int) -> Value:
-    """Return codes int32 `[..., channels]` packed in words int16 `[..., W]`."""
+    """Returns codes int32 `[..., channels]` packed in words int16 `[..., W]`."""
     return as_int16(_merged(codes, pattern(bits), channels, words_per_token(channels, bits)))
 
 
 def unpack(words: Value, bits: int | Widths, channels: int) -> Value:
-    """Return the codes int32 `[..., channels]` in words int16 `[..., W]`."""
+    """Returns the codes int32 `[..., channels]` in words int16 `[..., W]`."""
     return _fields(unsigned(words), pattern(bits), words_per_token(channels, bits), channels)
 
 
 def pack_bytes(numbers: Value, width: int, count: int) -> Value:
-    """Return numbers int32 `[..., count]` below 2**width packed in bytes uint8 `[..., B]`."""
+    """Returns numbers int32 `[..., count]` below 2**width packed in bytes uint8 `[..., B]`."""
     packed = []
     for bits, first in byte_parts(width):
         part = numbers / (1 << first) & ((1 << bits) - 1)
@@ -27,7 +27,7 @@ def pack_bytes(numbers: Value, width: int, count: int) -> Value:
 
 
 def unpack_bytes(packed: Value, width: int, count: int) -> Value:
-    """Return the numbers int32 `[..., count]` in bytes uint8 `[..., B]`."""
+    """Returns the numbers int32 `[..., count]` in bytes uint8 `[..., B]`."""
     parts = byte_parts(width)
     runs = [-(-count * bits // 8) for bits, _ in parts]
     found = [
@@ -38,17 +38,17 @@ def unpack_bytes(packed: Value, width: int, count: int) -> Value:
 
 
 def as_int16(word: Value) -> Value:
-    """Return int32 in [0, 2**16) as the int16 of the same bits."""
+    """Returns int32 in [0, 2**16) as the int16 of the same bits."""
     return (word - (word & 0x8000) * 2).cast(np.int16)
 
 
 def unsigned(word: Value) -> Value:
-    """Return int16 as the int32 in [0, 2**16) of the same bits."""
+    """Returns int16 as the int32 in [0, 2**16) of the same bits."""
     return word.cast(np.int32) & 0xFFFF
 
 
 def _merged(codes: Value, widths: Widths, count: int, words: int) -> Value:
-    """Return `count` codes packed in `words` words, int32; a word is the sum of one shifted code of each plane."""
+    """Returns `count` codes packed in `words` words, int32; a word is the sum of one shifted code of each plane."""
     fields = len(widths)
     missing = fields * words - count
     whole = codes.pad(3, 4, missing) if missing else codes
@@ -56,7 +56,7 @@ def _merged(codes: Value, widths: Widths, count: int, words: int) -> Value:
 
 
 def _fields(words: Value, widths: Widths, width: int, count: int) -> Value:
-    """Return the `count` codes that `_merged` packed in `width` words."""
+    """Returns the `count` codes that `_merged` packed in `width` words."""
     masks = np.array([[(1 << bits) - 1] for bits in widths], np.int32)
     codes = words.reshape(0, 0, 0, 1, width) / words.graph.constant(_powers(widths)) & masks
     codes = codes.reshape(0, 0, 0, len(widths) * width)
@@ -64,5 +64,5 @@ def _fields(words: Value, widths: Widths, width: int, count: int) -> Value:
 
 
 def _powers(widths: Widths) -> np.ndarray:
-    """Return the power of two that shifts each plane to its bits, int32 `[fields, 1]`."""
+    """Returns the power of two that shifts each plane to its bits, int32 `[fields, 1]`."""
     return np.array([[1 << first] for first in first_bits(widths)], np.int32)

@@ -39,11 +39,11 @@ class Stream:
         return self.transform.measured is not None
 
     def numbers(self) -> Fields:
-        """Return the fields of the transform's measured parameters; none if they are constants of the artifact."""
+        """Returns the fields of the transform's measured parameters; none if they are constants of the artifact."""
         return numbers(self.transform, self.shape, self.fp32_params) if self.measured else {}
 
     def scales(self) -> Fields:
-        """Return the field of channel scales that `encode` takes, because they are measured over other tiers' tokens too.
+        """Returns the field of channel scales that `encode` takes, because they are measured over other tiers' tokens too.
 
         One row of scales for each block; empty for other codecs.
         """
@@ -55,7 +55,7 @@ class Stream:
         return {"chunk_scales": writer.scales_field._replace(tokens_per_row=tokens)}
 
     def map(self, graph: Graph, given: dict[str, Value]) -> ChannelMap | Components:
-        """Return the transform in a graph, with constants of the artifact or the measured parameters `given`."""
+        """Returns the transform in a graph, with constants of the artifact or the measured parameters `given`."""
         if isinstance(self.transform, Basis):
             return Components(graph, self.transform)
         if not self.measured:
@@ -91,7 +91,7 @@ def check_written(method: str) -> None:
 
 
 def layer_of(plan: Plan, shape: Shape, fp32_params: bool, context: LayerContext, method: str) -> Layer:
-    """Return the layer of a plan; raises ValueError if the plan quantises nothing, keeps tokens on the host, or has no graph."""
+    """Returns the layer of a plan; raises ValueError if the plan quantises nothing, keeps tokens on the host, or has no graph."""
     pairs = plan.pairs(context)
     if plan.on_host or all(codec.exact for codec in plan.codecs()):
         raise ValueError(

@@ -19,18 +19,18 @@ class Predicted:
     keys: SizedWords
 
     def fields(self) -> Fields:
-        """Return the keys' fields, with the prefix `keys.` that they have in the graphs of values."""
+        """Returns the keys' fields, with the prefix `keys.` that they have in the graphs of values."""
         return {f"keys.{name}": field for name, field in self.keys.fields().items()}
 
     def values(self, fields: dict[str, Value]) -> Value:
-        """Return the predictions, float32 `[batch, kv_heads, tokens, D]`, equal to the runtime's bit for bit."""
+        """Returns the predictions, float32 `[batch, kv_heads, tokens, D]`, equal to the runtime's bit for bit."""
         codes, sizes = self._codes(fields)
         numbers = codes * 2.0 - self.keys.codec.codec.levels(CPU).numpy()
         summed = numbers.cast(np.float64) @ self._table(codes).cast(np.float64)
         return summed.cast(np.float32) * self.prediction.unit.numpy() * sizes
 
     def mix(self, weights: Value, fields: dict[str, Value]) -> Value:
-        """Return sum_t p_t of the predictions, `[batch, kv_heads, rows, D]`: M is applied to the weighted sum of keys' codes."""
+        """Returns sum_t p_t of the predictions, `[batch, kv_heads, rows, D]`: M is applied to the weighted sum of keys' codes."""
         codes, sizes = self._codes(fields)
         sized = weights * sizes.permute(0, 1, 3, 2)
         numbers = sized @ codes * 2.0 - sized.sum(3) * self.keys.codec.codec.levels(CPU).numpy()

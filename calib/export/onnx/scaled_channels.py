@@ -29,11 +29,11 @@ class Scaled:
         return Field(kept_dtype(self.fp32_params), self.shape.heads, None, self.shape.channels)
 
     def fields(self) -> Fields:
-        """Return the quantiser's fields, and `scales`."""
+        """Returns the quantiser's fields, and `scales`."""
         return self.uniform.fields() | {"scales": self.scales_field}
 
     def encode(self, x: Value, scales: Value | None = None) -> dict[str, Value]:
-        """Return the fields of x, float32 `[batch, kv_heads, T, D]`, one segment per row.
+        """Returns the fields of x, float32 `[batch, kv_heads, T, D]`, one segment per row.
 
         `scales [batch, kv_heads, 1, D]` are given if they were measured over other tokens too; None: measured on x.
         """
@@ -41,13 +41,13 @@ class Scaled:
         return self.uniform.encode(over(x, scales.cast("float32"))) | {"scales": scales}
 
     def decode(self, block: dict[str, Value]) -> Value:
-        """Return x^, float32 `[batch, kv_heads, T, D]`."""
+        """Returns x^, float32 `[batch, kv_heads, T, D]`."""
         return self.uniform.decode(block) * block["scales"].cast("float32")
 
     def scores(self, query: Value, block: dict[str, Value]) -> Value:
-        """Return q.x^ `[batch, kv_heads, rows, T]`."""
+        """Returns q.x^ `[batch, kv_heads, rows, T]`."""
         return self.uniform.scores(query * block["scales"].cast("float32"), block)
 
     def mix(self, weights: Value, block: dict[str, Value]) -> Value:
-        """Return sum_t p_t x^_t `[batch, kv_heads, rows, D]`."""
+        """Returns sum_t p_t x^_t `[batch, kv_heads, rows, D]`."""
         return self.uniform.mix(weights, block) * block["scales"].cast("float32")

@@ -24,12 +24,12 @@ class Blocks:
     tokens: int
 
     def fields(self) -> Fields:
-        """Return the writer's fields; fields of a segment have one row for every block."""
+        """Returns the writer's fields; fields of a segment have one row for every block."""
         own = self.writer.fields()
         return {name: field._replace(tokens_per_row=field.tokens_per_row or self.tokens) for name, field in own.items()}
 
     def encode(self, x: Value, scales: Value | None = None) -> dict[str, Value]:
-        """Return the fields of x, float32 `[batch, kv_heads, S n, D]`; `scales` are `[batch, kv_heads, S, D]`, for `Scaled`."""
+        """Returns the fields of x, float32 `[batch, kv_heads, S n, D]`; `scales` are `[batch, kv_heads, S, D]`, for `Scaled`."""
         own: Any = self.writer
         apart = self._apart(x, self.tokens)
         found = own.encode(apart) if scales is None else own.encode(apart, self._apart(scales, 1))
@@ -41,11 +41,11 @@ class Blocks:
         } | overflowed_outliers
 
     def decode(self, block: dict[str, Value]) -> Value:
-        """Return x^, float32 `[batch, kv_heads, S n, D]`."""
+        """Returns x^, float32 `[batch, kv_heads, S n, D]`."""
         return self._together(self.writer.decode(self._blocks(block)), self._batch(block)).part(2, 0, -self.tokens)
 
     def scores(self, query: Value, block: dict[str, Value]) -> Value:
-        """Return q.x^ `[batch, kv_heads, rows, S n]`."""
+        """Returns q.x^ `[batch, kv_heads, rows, S n]`."""
         heads, channels = self.writer.shape
         own, batch, rows = self._blocks(block), self._batch(block), query.size(2)
         count = next(iter(own.values())).size(0) / batch
@@ -54,7 +54,7 @@ class Blocks:
         return found.permute(0, 2, 3, 1, 4).reshape(batch, heads, rows, -1).part(3, 0, -self.tokens)
 
     def mix(self, weights: Value, block: dict[str, Value]) -> Value:
-        """Return sum_t p_t x^_t `[batch, kv_heads, rows, D]`."""
+        """Returns sum_t p_t x^_t `[batch, kv_heads, rows, D]`."""
         heads, channels = self.writer.shape
         own, rows = self._blocks(block), weights.size(2)
         split = weights.pad(3, 4, self.tokens).reshape(0, 0, 0, -1, self.tokens).permute(0, 3, 1, 2, 4)
@@ -62,7 +62,7 @@ class Blocks:
         return mixed.reshape(weights.size(0), -1, heads, rows, channels).sum(1, keep=False)
 
     def _blocks(self, block: dict[str, Value]) -> dict[str, Value]:
-        """Return the fields with one batch row for every block, and one more block of zeros, so that S = 0 is no special case."""
+        """Returns the fields with one batch row for every block, and one more block of zeros, so that S = 0 is no special case."""
         found = {}
         for name, field in self.fields().items():
             part, rows = block[name], self.tokens // (field.tokens_per_row or 1)
@@ -76,7 +76,7 @@ class Blocks:
 
     @staticmethod
     def _apart(x: Value, tokens: int) -> Value:
-        """Return `[batch, h, S n, width]` as `[batch S, h, n, width]`."""
+        """Returns `[batch, h, S n, width]` as `[batch S, h, n, width]`."""
         batch, heads, rows, width = (x.size(axis) for axis in range(4))
         blocks = rows / tokens
         apart = x.reshape_to(batch, heads, blocks, tokens, width).permute(0, 2, 1, 3, 4)

@@ -15,7 +15,7 @@ class Field(NamedTuple):
     width: int | str
 
     def shape(self, prefix: str = "") -> tuple[int | str, ...]:
-        """Return `[batch, heads, rows, width]`; `prefix` makes the names of unknown lengths different between tiers."""
+        """Returns `[batch, heads, rows, width]`; `prefix` makes the names of unknown lengths different between tiers."""
         each = self.tokens_per_row
         rows = 1 if each is None else f"{prefix}tokens" if each == 1 else f"{prefix}tokens/{each}"
         return ("batch", self.heads, rows, self.width if isinstance(self.width, int) else prefix + self.width)
@@ -36,7 +36,7 @@ class Shape(NamedTuple):
         return self.heads * self.channels
 
     def merged(self, x: Value) -> Value:
-        """Return `[batch, kv_heads, T, D]` as `[batch, 1, T, kv_heads D]`."""
+        """Returns `[batch, kv_heads, T, D]` as `[batch, 1, T, kv_heads D]`."""
         return x.permute(0, 2, 1, 3).reshape(0, 1, -1, self.width)
 
     def apart(self, x: Value) -> Value:

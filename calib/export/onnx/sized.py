@@ -37,37 +37,38 @@ class SizedWords:
         return self.codec.dtype == torch.uint8
 
     def fields(self) -> Fields:
-        """Return the words' fields and `sizes`, for every token."""
+        """Returns the words' fields and `sizes`, for every token."""
         dtype = np.uint8 if self._in_bytes else np.int16
         return self.words.fields() | {"sizes": Field(dtype, 1, 1, size_words(self.shape.heads))}
 
     def encode(self, y: Value) -> dict[str, Value]:
-        """Return the fields of y, float32 `[batch, kv_heads, tokens, components]`."""
+        """Returns the fields of y, float32 `[batch, kv_heads, tokens, components]`."""
         number = (_norm(y * self.codec.weights.numpy()) > size_edges(CPU).numpy()).cast(np.int32).sum(3)
         pack_away = pack_bytes if self._in_bytes else pack
         packed = pack_away(number.permute(0, 3, 2, 1), SIZE_BITS, self.shape.heads)
         return self.words.encode(y / _size(number)) | {"sizes": packed}
 
     def decode(self, block: dict[str, Value]) -> Value:
-        """Return y^, float32 `[batch, kv_heads, tokens, components]`."""
+        """Returns y^, float32 `[batch, kv_heads, tokens, components]`."""
         return self.words.decode(block) * self.sizes(block)
 
     def sizes(self, block: dict[str, Value]) -> Value:
-        """Return the sizes s, float32 `[batch, kv_heads, tokens, 1]`."""
+        """Returns the sizes s, float32 `[batch, kv_heads, tokens, 1]`."""
         unpacked = unpack_bytes if self._in_bytes else unpack
         return _size(unpacked(block["sizes"], SIZE_BITS, self.shape.heads).permute(0, 3, 2, 1))
 
     def scores(self, query: Value, block: dict[str, Value]) -> Value:
-        """Return q.y^ `[batch, kv_heads, rows, tokens]`; the scores are multiplied by the sizes."""
+        """Returns q.y^ `[batch, kv_heads, rows, tokens]`; the scores are multiplied by the sizes."""
         return self.words.scores(query, block) * self.sizes(block).permute(0, 1, 3, 2)
 
     def mix(self, weights: Value, block: dict[str, Value]) -> Value:
-        """Return sum_t p_t y^_t `[batch, kv_heads, rows, components]`; the weights are multiplied by the sizes."""
+        """Returns sum_t p_t y^_t `[batch, kv_heads, rows, components]`; the weights are multiplied by the sizes."""
         return self.words.mix(weights * self.sizes(block).permute(0, 1, 3, 2), block)
 
 
 def _norm(x: Value) -> Value:
-    """Return |x| as the runtime computes it, exact to 22 bits: sums of integers in a unit per token, float32 `[..., tokens, 1]`."""
+    """Returns |x| as the runtime computes it, exact to 22 bits: sums of integers in a unit per token, float32 `[..., tokens,
+    1]`."""
     graph, largest = x.graph, x.abs().max(3).cast(np.float64).at_least(LEAST)
     # The largest power of two that is not above; corrected by one, as the logarithm may be rounded up or down.
     power = graph.constant(2.0, np.float64).op("Pow", (largest.op("Log") / np.log(2.0)).op("Floor"))
@@ -79,6 +80,6 @@ def _norm(x: Value) -> Value:
 
 
 def _size(number: Value) -> Value:
-    """Return the size s of its code `number`, float32."""
+    """Returns the size s of its code `number`, float32."""
     sizes = size_of(torch.arange(1 << SIZE_BITS)).numpy()
     return number.graph.constant(sizes).take(number)

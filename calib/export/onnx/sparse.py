@@ -25,14 +25,14 @@ class Pairs:
     fp32_params: bool
 
     def fields(self) -> Fields:
-        """Return the fields, each with one row for every token."""
+        """Returns the fields, each with one row for every token."""
         heads, count = self.shape.heads, self.codec.pairs
         index = (np.int16, count) if self.codec.index == "int16" else (np.uint8, bytes_per_token(count, self._bits))
         named = {"indices": index} | kept(self.codec, self.fp32_params)
         return {name: Field(dtype, heads, 1, width) for name, (dtype, width) in named.items()}
 
     def encode(self, x: Value) -> dict[str, Value]:
-        """Return the fields of x, float32 `[batch, kv_heads, tokens, D]`."""
+        """Returns the fields of x, float32 `[batch, kv_heads, tokens, D]`."""
         vectors = x.reshape(-1, self._width)
         pairs = self._orthogonal(vectors) if self.codec.orthogonal else self._matching(vectors)
         index, coefficients = (part.reshape(x.size(0), self.shape.heads, -1, self.codec.pairs) for part in pairs)
@@ -41,7 +41,7 @@ class Pairs:
         return {"indices": packed} | encoded(coefficients, self.codec, self.fp32_params)
 
     def decode(self, block: dict[str, Value]) -> Value:
-        """Return x^, the sum of coefficients times atoms, float32 `[batch, kv_heads, tokens, D]`."""
+        """Returns x^, the sum of coefficients times atoms, float32 `[batch, kv_heads, tokens, D]`."""
         index, coefficients = block["indices"], decoded(block, self.codec)
         if self.codec.index == "int16":
             index = unsigned(index)
@@ -52,15 +52,15 @@ class Pairs:
         return summed.reshape(index.size(0), self.shape.heads, -1, self.shape.channels)
 
     def scores(self, query: Value, block: dict[str, Value]) -> Value:
-        """Return q.x^; the keys are decoded first, as the runtime does for a tile."""
+        """Returns q.x^; the keys are decoded first, as the runtime does for a tile."""
         return query @ self.decode(block).permute(0, 1, 3, 2)
 
     def mix(self, weights: Value, block: dict[str, Value]) -> Value:
-        """Return sum_t p_t x^_t."""
+        """Returns sum_t p_t x^_t."""
         return weights @ self.decode(block)
 
     def _matching(self, residual: Value) -> tuple[Value, Value]:
-        """Return matching pursuit's indices, int64, and coefficients, float32, both `[V, s]`, of vectors `[V, d]`."""
+        """Returns matching pursuit's indices, int64, and coefficients, float32, both `[V, s]`, of vectors `[V, d]`."""
         index, coefficients = [], []
         for _ in range(self.codec.sparsity):
             position, atom = self._strongest(residual)
@@ -71,7 +71,7 @@ class Pairs:
         return residual.graph.join(index, 1), residual.graph.join(coefficients, 1)
 
     def _orthogonal(self, residual: Value) -> tuple[Value, Value]:
-        """Return the same by orthogonal matching pursuit.
+        """Returns the same by orthogonal matching pursuit.
 
         The chosen atoms are T Q with orthonormal rows Q; x^ = (x Q^T) Q, and the coefficients c solve c T = x Q^T.
         """
@@ -103,13 +103,13 @@ class Pairs:
         return graph.join(index, 1), graph.join(coefficients[::-1], 1)
 
     def _strongest(self, residual: Value) -> tuple[Value, Value]:
-        """Return the index, int64 `[V, 1]`, of the first atom with the largest |residual . atom|, and the atom `[V, d]`."""
+        """Returns the index, int64 `[V, 1]`, of the first atom with the largest |residual . atom|, and the atom `[V, d]`."""
         atoms = self._atoms(residual)
         position = (residual @ atoms.permute(1, 0)).abs().argmax(1)
         return position, atoms.take(position.reshape(-1))
 
     def _atoms(self, like: Value) -> Value:
-        """Return the artifact's atoms, float32 `[N, d]`."""
+        """Returns the artifact's atoms, float32 `[N, d]`."""
         assert self.codec.offline is not None
         return like.graph.constant(self.codec.offline.tensor.numpy()).cast(np.float32)
 
@@ -123,7 +123,7 @@ class Pairs:
 
 
 def _without(x: Value, bases: Value) -> tuple[Value, Value]:
-    """Return the components of `x [V, d]` along `bases [V, k, d]`, float32 `[V, k]`, and x without them."""
+    """Returns the components of `x [V, d]` along `bases [V, k, d]`, float32 `[V, k]`, and x without them."""
     parts = bases @ x.reshape(0, -1, 1)
     inside = (parts * bases).sum(1, keep=False)
     return parts.reshape(0, 0), x - inside

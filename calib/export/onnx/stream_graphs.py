@@ -11,7 +11,7 @@ from calib.runtime.stages.codec.corrected import OVERFLOWED
 
 
 def stream_graphs(stream: Stream) -> dict[str, Graph]:
-    """Return the stream's graphs by name; none if tokens are exact."""
+    """Returns the stream's graphs by name; none if tokens are exact."""
     if stream.writer is None:
         return {}
     graphs = {"encode": encode_graph(stream), "decode": decode_graph(stream)}
@@ -19,7 +19,8 @@ def stream_graphs(stream: Stream) -> dict[str, Graph]:
 
 
 def measure_graph(stream: Stream) -> Graph:
-    """Return the graph from a row's first tokens (and queries) to the transform's parameters, or from a block to channel scales."""
+    """Returns the graph from a row's first tokens (and queries) to the transform's parameters, or from a block to channel
+    scales."""
     graph, query = Graph(), None
     tokens = inputs(graph, {stream.role: tokens_of(stream)})[stream.role]
     if not stream.measured:
@@ -34,7 +35,7 @@ def measure_graph(stream: Stream) -> Graph:
 
 
 def encode_graph(stream: Stream) -> Graph:
-    """Return the graph from tokens to fields; measured parameters and the fields of keys that predict values are inputs too."""
+    """Returns the graph from tokens to fields; measured parameters and the fields of keys that predict values are inputs too."""
     graph, writer = Graph(), stream.writer
     assert writer is not None
     tokens = inputs(graph, {stream.role: tokens_of(stream)})[stream.role]
@@ -47,7 +48,7 @@ def encode_graph(stream: Stream) -> Graph:
 
 
 def decode_graph(stream: Stream) -> Graph:
-    """Return the graph from fields to tokens; measured parameters and the fields of keys that predict values are inputs too."""
+    """Returns the graph from fields to tokens; measured parameters and the fields of keys that predict values are inputs too."""
     graph, writer = Graph(), stream.writer
     assert writer is not None
     block, given = inputs(graph, writer.fields()), inputs(graph, stream.numbers())
@@ -59,12 +60,12 @@ def decode_graph(stream: Stream) -> Graph:
 
 
 def inputs(graph: Graph, fields: Fields, prefix: str = "") -> dict[str, Value]:
-    """Add an input for every field; return them by the field's name."""
+    """Adds an input for every field; returns them by the field's name."""
     return {name: graph.input(prefix + name, field.dtype, field.shape(prefix)) for name, field in fields.items()}
 
 
 def tokens_of(stream: Stream) -> Field:
-    """Return the field of uncompressed tokens: float32 `[batch, kv_heads, tokens, D]`."""
+    """Returns the field of uncompressed tokens: float32 `[batch, kv_heads, tokens, D]`."""
     return Field(np.float32, stream.shape.heads, 1, stream.shape.channels)
 
 

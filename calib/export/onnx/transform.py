@@ -31,7 +31,7 @@ class ChannelMap:
 
     @staticmethod
     def constant(graph: Graph, transform: Transform) -> "ChannelMap":
-        """Return the map of a transform with parameters from the artifact."""
+        """Returns the map of a transform with parameters from the artifact."""
         prologue = transform.prologue()
         parts = {"center": prologue.center, "half": prologue.divisor, "balance": prologue.balance}
         return ChannelMap(
@@ -39,7 +39,7 @@ class ChannelMap:
         )
 
     def forward(self, x: Value) -> Value:
-        """Return y, the transformed tokens, float32."""
+        """Returns y, the transformed tokens, float32."""
         y = x if self.center is None else x - self.center
         y = y if self.half is None else over(y, self.half)
         return y if self.balance is None else y * self.balance
@@ -51,27 +51,27 @@ class ChannelMap:
         return x if self.center is None else x + self.center
 
     def fold_query(self, query: Value) -> tuple[Value, Value | None]:
-        """Return (q', constant) with q.x = q'.y + constant."""
+        """Returns (q', constant) with q.x = q'.y + constant."""
         folded = query if self.half is None else query * self.half
         folded = folded if self.balance is None else folded / self.balance
         return folded, None if self.center is None else (query * self.center).sum(3)
 
     def fold_output(self, mixed: Value, weights: Value) -> Value:
-        """Return sum_t p_t x_t from sum_t p_t y_t and the weights p."""
+        """Returns sum_t p_t x_t from sum_t p_t y_t and the weights p."""
         found = mixed if self.balance is None else mixed / self.balance
         found = found if self.half is None else found * self.half
         return found if self.center is None else found + self.center * weights.sum(3)
 
 
 def numbers(measured: Measured, shape: Shape, fp32_params: bool) -> Fields:
-    """Return the fields of the parameters that `measure` returns, each `[batch, kv_heads, 1, D]`."""
+    """Returns the fields of the parameters that `measure` returns, each `[batch, kv_heads, 1, D]`."""
     return dict.fromkeys(MEASURED[_name(measured)], Field(kept_dtype(fp32_params), shape.heads, None, shape.channels))
 
 
 def measure(
     measured: Measured, tokens: Value, query: Value | None, shape: Shape, fp32_params: bool
 ) -> dict[str, Value]:
-    """Return the parameters measured on a row's first tokens, float32 `[batch, kv_heads, T, D]`.
+    """Returns the parameters measured on a row's first tokens, float32 `[batch, kv_heads, T, D]`.
 
     The balancer also needs `query [batch, heads, n, D]`.
     """
@@ -99,17 +99,17 @@ def measure(
 
 
 def root_of_largest(tokens: Value, fp32_params: bool) -> Value:
-    """Return sqrt(max_t |x_ti|) of each channel i as it is stored, `[batch, kv_heads, 1, D]`."""
+    """Returns sqrt(max_t |x_ti|) of each channel i as it is stored, `[batch, kv_heads, 1, D]`."""
     return stored(tokens.abs().max(2).op("Sqrt"), fp32_params)
 
 
 def over(x: Value, scale: Value) -> Value:
-    """Return x / scale; x itself in channels whose scale is 0."""
+    """Returns x / scale; x itself in channels whose scale is 0."""
     return x / x.graph.where(scale > 0.0, scale, 1.0)
 
 
 def _name(measured: Measured) -> str:
-    """Return the name of a measured transform's writer; raises ValueError if it has none."""
+    """Returns the name of a measured transform's writer; raises ValueError if it has none."""
     if measured.onnx_writer is None:
         raise ValueError(f"{type(measured).__name__} has no graph yet; those that have one: {', '.join(MEASURED)}")
     return measured.onnx_writer

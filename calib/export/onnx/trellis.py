@@ -18,7 +18,7 @@ class TrellisWords(WordCodesWriter):
     """Writer of `TrellisQuant`, in which the path so far allows half of the levels."""
 
     def stored(self, y: Value) -> Value:
-        """Return the codes u + 2 f of the path with the least error."""
+        """Returns the codes u + 2 f of the path with the least error."""
         half = self._halves()
         at = self._along_path(y) * (2 * half) + (2 * half - 0.5)
         at = y.graph.where(at > -OUTSIDE, at, -OUTSIDE).op("Min", y.graph.constant(SUBSETS * (half - 1) + OUTSIDE))
@@ -27,12 +27,12 @@ class TrellisWords(WordCodesWriter):
         return self._in_planes(free.cast(np.int32) * 2 + path)
 
     def told(self, codes: Value) -> Value:
-        """Return the levels' numbers i = 4 f + 2 z1 + z0."""
+        """Returns the levels' numbers i = 4 f + 2 z1 + z0."""
         stored = self._along_path(codes)
         return self._in_planes(stored / 2 * 4 + _subsets(stored & 1))
 
     def _best_path(self, at: Value, top: np.ndarray) -> Value:
-        """Return the stored bit u of each component on the path with the least error.
+        """Returns the stored bit u of each component on the path with the least error.
 
         int32 `[batch, kv_heads, tokens, components]`, in the order of the path like `at`.
         """
@@ -55,7 +55,7 @@ class TrellisWords(WordCodesWriter):
         return graph.join(states[::-1], 3).cast(np.int32) & 1
 
     def _squared_errors(self, at: Value, top: np.ndarray) -> Value:
-        """Return the squared error of the nearest level of each subset, minus the least of the four, in the order of the path.
+        """Returns the squared error of the nearest level of each subset, minus the least of the four, in the order of the path.
 
         float32 `[batch, kv_heads, tokens, components, 4]`.
         """
@@ -67,7 +67,7 @@ class TrellisWords(WordCodesWriter):
         return (squared - squared.min(4)) * (SUBSETS**2 * weights)[:, None, :, None]
 
     def _halves(self) -> np.ndarray:
-        """Return 2^(b-1) of each component of b bits, in the order of the path, float32."""
+        """Returns 2^(b-1) of each component of b bits, in the order of the path, float32."""
         return np.array([2.0 ** (width - 1) for width in self.codec.widths] * max(self.codec.counts), np.float32)
 
     @property
@@ -77,7 +77,7 @@ class TrellisWords(WordCodesWriter):
         return [field * words + word for word in range(words) for field in range(len(self.codec.widths))]
 
     def _along_path(self, x: Value) -> Value:
-        """Return `[..., components]`, given plane by plane, in the order of the path."""
+        """Returns `[..., components]`, given plane by plane, in the order of the path."""
         return x.entries(3, self._path)
 
     def _in_planes(self, x: Value) -> Value:
@@ -86,17 +86,18 @@ class TrellisWords(WordCodesWriter):
 
 
 def _subsets(u: Value) -> Value:
-    """Return the subset 2 z1 + z0 of each component of paths with bits `u`, int32 `[..., components]`."""
+    """Returns the subset 2 z1 + z0 of each component of paths with bits `u`, int32 `[..., components]`."""
     one, two, three = (_later(u, by) for by in (1, 2, 3))
     return (u + one + three & 1) * 2 + two
 
 
 def _later(u: Value, by: int) -> Value:
-    """Return u of `by` components before; 0 before the first component."""
+    """Returns u of `by` components before; 0 before the first component."""
     ahead = u.op("Pad", u.graph.dims([0, 0, 0, by, 0, 0, 0, 0]))
     return ahead.part(3, 0, u.size(3))
 
 
 def _nearest(at: Value, top: np.ndarray) -> Value:
-    """Return f, 0 ... `top`, of the nearest level of a subset; `at` is the distance from its first level in units of four steps."""
+    """Returns f, 0 ... `top`, of the nearest level of a subset; `at` is the distance from its first level in units of four
+    steps."""
     return at.op("Round").at_least(0.0).op("Min", at.graph.constant(top))

@@ -24,7 +24,7 @@ class Uniform:
     fp32_params: bool
 
     def fields(self) -> Fields:
-        """Return the fields: `words` for every token, `parameters` for every group of tokens, scales before zero points."""
+        """Returns the fields: `words` for every token, `parameters` for every group of tokens, scales before zero points."""
         heads, channels = self.shape
         fields = {"words": Field(np.int16, heads, 1, words_per_token(channels, self.codec.bits))}
         if self.codec.group is not None:
@@ -34,7 +34,7 @@ class Uniform:
         return fields
 
     def encode(self, x: Value) -> dict[str, Value]:
-        """Return the fields of x, float32 `[batch, kv_heads, tokens, D]`."""
+        """Returns the fields of x, float32 `[batch, kv_heads, tokens, D]`."""
         if self.codec.group is None:
             return {"words": self._words(x, *self._fixed(x))}
         parameters = self._measured(x)
@@ -42,7 +42,7 @@ class Uniform:
         return {"words": self._words(self._grouped(x), scale, zero), "parameters": parameters}
 
     def decode(self, block: dict[str, Value]) -> Value:
-        """Return x^, float32 `[batch, kv_heads, tokens, D]`."""
+        """Returns x^, float32 `[batch, kv_heads, tokens, D]`."""
         codes = unpack(block["words"], self.codec.bits, self.shape.channels).cast(np.float32)
         if self.codec.group is None:
             scale, zero = self._fixed(codes)
@@ -51,7 +51,7 @@ class Uniform:
         return self._ungrouped(self._grouped(codes) * scale + zero)
 
     def scores(self, query: Value, block: dict[str, Value]) -> Value:
-        """Return q.x^ `[batch, kv_heads, rows, tokens]`.
+        """Returns q.x^ `[batch, kv_heads, rows, tokens]`.
 
         Scales multiply the codes, or the query if all tokens share them; zero points add a number per query row and group.
         """
@@ -62,7 +62,7 @@ class Uniform:
         return query @ codes.permute(0, 1, 3, 2) + self._each_token(zeros, codes)
 
     def mix(self, weights: Value, block: dict[str, Value]) -> Value:
-        """Return sum_t p_t x^_t `[batch, kv_heads, rows, D]`."""
+        """Returns sum_t p_t x^_t `[batch, kv_heads, rows, D]`."""
         codes, scale, zero = self._codes(block)
         if self._folds:
             return weights @ codes * scale + weights.sum(3) * zero
@@ -75,7 +75,7 @@ class Uniform:
         return self.codec.group is None or self.codec.group[0] is None
 
     def _codes(self, block: dict[str, Value]) -> tuple[Value, Value, Value]:
-        """Return codes in float32, scales and zero points.
+        """Returns codes in float32, scales and zero points.
 
         If scales differ between tokens, the codes are multiplied by them. Scales and zero points are given for each group of
         tokens and each channel, `[..., groups or 1, D]`.
@@ -97,17 +97,17 @@ class Uniform:
         return codes, scale, zero
 
     def _each_token(self, zeros: Value, codes: Value) -> Value:
-        """Return `zeros [..., rows, groups of tokens]` repeated for every token of each group."""
+        """Returns `zeros [..., rows, groups of tokens]` repeated for every token of each group."""
         ones = np.ones((1, self._tokens[1]), np.float32)
         return (zeros.reshape(0, 0, 0, -1, 1) * ones).reshape(0, 0, 0, codes.size(2))
 
     def _words(self, values: Value, scale: Value, zero: Value) -> Value:
-        """Return the packed codes of values with stored parameters. The lower bound of the scale avoids a division by 0."""
+        """Returns the packed codes of values with stored parameters. The lower bound of the scale avoids a division by 0."""
         codes = ((values - zero) / scale.at_least(TINY) + 0.5).clamp(0.0, 2.0**self.codec.bits - 1)
         return pack(self._ungrouped(codes.cast(np.int32)), self.codec.bits, self.shape.channels)
 
     def _measured(self, x: Value) -> Value:
-        """Return the stored parameters of each group: scales, then zero points."""
+        """Returns the stored parameters of each group: scales, then zero points."""
         levels, groups = 2**self.codec.bits - 1, self._grouped(x)
         if self.codec.across_heads:
             groups = self.shape.merged(x).reshape(0, 1, *self._tokens, 1, self.shape.width)
@@ -119,13 +119,13 @@ class Uniform:
         return stored(both.reshape(0, self._rows, -1, 2 * self._columns), self.fp32_params)
 
     def _factor(self, levels: int) -> np.ndarray:
-        """Return the factor from half a range to a scale, float32: one number, or one per head, broadcastable to the groups."""
+        """Returns the factor from half a range to a scale, float32: one number, or one per head, broadcastable to the groups."""
         if isinstance(self.codec.clip, torch.Tensor):
             return (self.codec.clip * (2 / levels)).reshape(1, -1, 1, 1, 1, 1).numpy()
         return np.array(self.codec.clip * (2 / levels), np.float32)
 
     def _fixed(self, like: Value) -> tuple[Value, Value]:
-        """Return scale and zero point of the calibrated range, `[kv_heads or 1, 1, 1]`."""
+        """Returns scale and zero point of the calibrated range, `[kv_heads or 1, 1, 1]`."""
         scale, zero = (like.graph.constant(part.numpy()) for part in self.codec.fixed(torch.zeros(1)))
         return scale, zero
 
@@ -152,7 +152,7 @@ class Uniform:
         return self.shape.channels // self._channels
 
     def _grouped(self, x: Value) -> Value:
-        """Return `[batch, kv_heads, T, D]` as `[batch, kv_heads, T / g_t, g_t, D / g_c, g_c]`, for groups of g_t x g_c."""
+        """Returns `[batch, kv_heads, T, D]` as `[batch, kv_heads, T / g_t, g_t, D / g_c, g_c]`, for groups of g_t x g_c."""
         return x.reshape(0, self.shape.heads, *self._tokens, self._columns, self._channels)
 
     def _ungrouped(self, x: Value) -> Value:
@@ -160,7 +160,7 @@ class Uniform:
         return x if self.codec.group is None else x.reshape(0, self.shape.heads, -1, self.shape.channels)
 
     def _spread(self, parameters: Value) -> tuple[Value, Value]:
-        """Return stored scales and zero points in float32, broadcastable to the groups."""
+        """Returns stored scales and zero points in float32, broadcastable to the groups."""
         both = parameters.cast(np.float32).reshape(0, self._rows, -1, 1, 2 * self._columns, 1)
         scale, zero = both.split(4, [self._columns] * 2)
         return scale, zero

@@ -25,18 +25,18 @@ class WordCodesWriter(ABC):
     fp32_params: bool
 
     def fields(self) -> Fields:
-        """Return the field of the words of all heads."""
+        """Returns the field of the words of all heads."""
         return {"words": Field(np.int16, 1, 1, sum(self.codec.counts))}
 
     def encode(self, y: Value) -> dict[str, Value]:
-        """Return the fields of y, float32 `[batch, kv_heads, tokens, components]`."""
+        """Returns the fields of y, float32 `[batch, kv_heads, tokens, components]`."""
         most, heads = max(self.codec.counts), len(self.codec.counts)
         words = pack(self.stored(y), self.codec.widths, self.codec.components)
         own = [head * most + word for head, count in enumerate(self.codec.counts) for word in range(count)]
         return {"words": words.permute(0, 2, 1, 3).reshape(0, 1, -1, heads * most).entries(3, own)}
 
     def numbers(self, block: dict[str, Value]) -> Value:
-        """Return the levels' numbers, float32 `[batch, kv_heads, tokens, components]`; arbitrary for components without a word."""
+        """Returns the levels' numbers, float32 `[batch, kv_heads, tokens, components]`; arbitrary for components without a word."""
         most, heads, last = max(self.codec.counts), len(self.codec.counts), sum(self.codec.counts) - 1
         begins = [0, *accumulate(self.codec.counts)][:heads]
         positions = [min(begin + word, last) for begin in begins for word in range(most)]
@@ -44,35 +44,35 @@ class WordCodesWriter(ABC):
         return self.told(unpack(words, self.codec.widths, self.codec.components)).cast(np.float32)
 
     def decode(self, block: dict[str, Value]) -> Value:
-        """Return y^, float32 `[batch, kv_heads, tokens, components]`."""
+        """Returns y^, float32 `[batch, kv_heads, tokens, components]`."""
         return self.numbers(block) * self.codec.step(CPU).numpy() + self.codec.least(CPU).numpy()
 
     def scores(self, query: Value, block: dict[str, Value]) -> Value:
-        """Return q.y^ `[batch, kv_heads, rows, tokens]`."""
+        """Returns q.y^ `[batch, kv_heads, rows, tokens]`."""
         return query @ self.decode(block).permute(0, 1, 3, 2)
 
     def mix(self, weights: Value, block: dict[str, Value]) -> Value:
-        """Return sum_t p_t y^_t `[batch, kv_heads, rows, components]`."""
+        """Returns sum_t p_t y^_t `[batch, kv_heads, rows, components]`."""
         return weights @ self.decode(block)
 
     @abstractmethod
     def stored(self, y: Value) -> Value:
-        """Return the codes of y, int32 of the same shape."""
+        """Returns the codes of y, int32 of the same shape."""
 
     @abstractmethod
     def told(self, codes: Value) -> Value:
-        """Return the levels' numbers, int32, of codes `[batch, kv_heads, tokens, components]`."""
+        """Returns the levels' numbers, int32, of codes `[batch, kv_heads, tokens, components]`."""
 
 
 class Words(WordCodesWriter):
     """Writer of `MixedQuant`, with uniform levels."""
 
     def stored(self, y: Value) -> Value:
-        """Return the nearest levels' numbers."""
+        """Returns the nearest levels' numbers."""
         most = self.codec.levels(CPU).numpy()
         codes = (y / self.codec.step(CPU).numpy() + most / 2).op("Round").at_least(0.0)
         return codes.op("Min", y.graph.constant(most)).cast(np.int32)
 
     def told(self, codes: Value) -> Value:
-        """Return the codes, which are the levels' numbers."""
+        """Returns the codes, which are the levels' numbers."""
         return codes

@@ -50,7 +50,7 @@ class Layout:
         head_dim: int,
         cpu_block: int | None = None,
     ) -> "Layout":
-        """Return the layout for LMCache's shapes and dtypes.
+        """Returns the layout for LMCache's shapes and dtypes.
 
         Raises ValueError unless they are one tensor with keys and values of all `layers` in one of the layouts.
         """
@@ -76,8 +76,8 @@ class Layout:
         return cls(shape, dtype, layers, shape[-2], shape[-1] // unit, head_dim, block)
 
     def read(self, tensor: Tensor) -> Tensor:
-        """Convert a tensor of this layout to the codec's chunk `[2, layers, tokens, heads * D]`; without packing, return the tensor
-        itself."""
+        """Converts a tensor of this layout to the codec's chunk `[2, layers, tokens, heads * D]`; without packing, returns the
+        tensor itself."""
         if self.block is None:
             return tensor
         # The code covers packed single tokens too: a block of one token has keys [D, 1] and values [1, D].
@@ -88,7 +88,7 @@ class Layout:
         return torch.stack([keys, values]).transpose(3, 4).reshape(self.chunk_shape)
 
     def write(self, tensor: Tensor, chunk: Tensor) -> None:
-        """Write a chunk of the codec into `tensor`, which has this layout."""
+        """Writes a chunk of the codec into `tensor`, which has this layout."""
         if self.block is None:
             tensor.copy_(chunk)
             return
@@ -102,6 +102,6 @@ class Layout:
         return 2, self.layers, self.tokens, self.heads * self.head_dim
 
     def _by_block(self, tensor: Tensor) -> Tensor:
-        """Return `tensor` as a view `[layers, blocks, block, heads, 2 * D]`."""
+        """Returns `tensor` as a view `[layers, blocks, block, heads, 2 * D]`."""
         assert self.block is not None
         return tensor.view(self.layers, -1, self.block, self.heads, 2 * self.head_dim)

@@ -34,7 +34,7 @@ class Options:
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> "Options":
-        """Read the options; raises ValueError for a field that is unknown, missing or out of range."""
+        """Reads the options; raises ValueError for a field that is unknown, missing or out of range."""
         return fields.read(
             cls, given, "serde calib", texts=("artifact", "model"), wholes=("positions", "cpu_block", "max_workers")
         )

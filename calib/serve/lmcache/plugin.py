@@ -23,7 +23,7 @@ class FileAdapter(FSL2Adapter):
 
 
 def create(kwargs: dict[str, object]) -> SerdeProcessor:
-    """Make the serde from an adapter's JSON. Raises ValueError or ArtifactError for wrong options: the server does not start."""
+    """Makes the serde from an adapter's JSON. Raises ValueError or ArtifactError for wrong options: the server does not start."""
     options = Options.of(kwargs)
     chunks = Chunks(options)
     return AsyncSerdeProcessor(CalibSerializer(chunks), CalibDeserializer(chunks), max_workers=options.max_workers)

@@ -39,7 +39,7 @@ class Chunks:
         return Layout.of(desc.shapes, desc.dtypes, self.layers, self.head_dim, self.options.cpu_block)
 
     def of(self, chunk: MemoryObj, key: ObjectKey) -> tuple[Layout, Codec, Tensor]:
-        """Return a chunk's layout, the codec of its KV heads, and its tensor. Raises ValueError for another model or layout."""
+        """Returns a chunk's layout, the codec of its KV heads, and its tensor. Raises ValueError for another model or layout."""
         if key.model_name != self.options.model:
             raise ValueError(
                 f"the chunk is of model {key.model_name}, expected {self.options.model}; give the engine's models a server each"
@@ -60,7 +60,7 @@ class CalibSerializer(Serializer):
         self._chunks, self._starts = chunks, Starts(chunks.positions)
 
     def serialize(self, src: MemoryObj, dst: MemoryObj, key: ObjectKey) -> int:
-        """Write the blob of `src` into `dst`, zero-padded to the estimated size, which is returned.
+        """Writes the blob of `src` into `dst`, zero-padded to the estimated size, which is returned.
 
         The start of the chunk is found from its keys. Raises ValueError if it is ambiguous, and for chunks of another model, layout
         or dtype; then nothing of the batch is stored.
@@ -80,7 +80,7 @@ class CalibSerializer(Serializer):
         return size
 
     def estimate_serialized_size(self, layout_desc: MemoryLayoutDesc) -> int:
-        """Return the exact size of a blob in bytes, as file stores need it.
+        """Returns the exact size of a blob in bytes, as file stores need it.
 
         For a layout that is refused it is 1: LMCache cannot handle an exception here, and `serialize` raises one later.
         """
@@ -99,7 +99,7 @@ class CalibDeserializer(Deserializer):
         self._chunks = chunks
 
     def deserialize(self, src: MemoryObj, dst: MemoryObj, key: ObjectKey) -> None:
-        """Decode the blob `src` and write its chunk into `dst`.
+        """Decodes the blob `src` and writes its chunk into `dst`.
 
         Raises ValueError (or its subclass BlobError) if the blob is damaged, of another artifact, budget, rank or dtype, or has
         another number of tokens; then nothing has been written to `dst`, and LMCache treats it as a miss.
@@ -117,7 +117,7 @@ class CalibDeserializer(Deserializer):
 
 
 def _bytes_of(memory: MemoryObj) -> Tensor:
-    """Return the memory as a view, uint8 `[bytes]`."""
+    """Returns the memory as a view, uint8 `[bytes]`."""
     tensor = memory.tensor
     if tensor is None:
         raise ValueError("the blob has no memory any more, expected an object that LMCache holds")

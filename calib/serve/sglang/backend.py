@@ -53,7 +53,7 @@ class Storage(HiCacheStorage):
         self._pages: Pages | None = None
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
-        """Register the host memory that pages are read from and written to, and make the folder.
+        """Registers the host memory that pages are read from and written to, and makes the folder.
 
         Raises ValueError if the memory does not fit the artifact's model, or if the folder cannot be made.
         """
@@ -67,8 +67,8 @@ class Storage(HiCacheStorage):
         self._pages = pages
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: str) -> None:
-        """Check the name of a pool. Raises ValueError for a pool other than keys and values (such as a draft model's), which cannot
-        be encoded."""
+        """Checks the name of a pool. Raises ValueError for a pool other than keys and values (such as a draft model's), which
+        cannot be encoded."""
         if host_pool_name != KEYS_AND_VALUES:
             raise ValueError(
                 f"the engine has a host pool {host_pool_name}, expected {KEYS_AND_VALUES} alone: what lies beside keys and values "
@@ -78,7 +78,7 @@ class Storage(HiCacheStorage):
     def batch_set_v1(
         self, keys: list[str], host_indices: Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
-        """Store the pages that are not stored yet, and return for each page whether it is stored.
+        """Stores the pages that are not stored yet, and return for each page whether it is stored.
 
         Args:
             keys: the hashes of successive pages.
@@ -97,7 +97,7 @@ class Storage(HiCacheStorage):
     def batch_get_v1(
         self, keys: list[str], host_indices: Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
-        """Write pages into the host pool, from the first until one is missing; return for each page whether it was written."""
+        """Writes pages into the host pool, from the first until one is missing; returns for each page whether it was written."""
         pages, found = self._registered(), list[bool]()
         for key, slot in zip(keys, self._slots(host_indices, pages), strict=True):
             chunk = self._chunks.load(key, pages.page, pages.dtype) if all(found) else None
@@ -112,12 +112,12 @@ class Storage(HiCacheStorage):
         return self._folder.has(key)
 
     def clear(self) -> None:
-        """Remove all pages of the folder, including those of other engines."""
+        """Removes all pages of the folder, including those of other engines."""
         self._registered()
         self._folder.clear()
 
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> Tensor | None:
-        """Raise NotImplementedError, as all functions of the interface without shapes do; `Options.of` requires the other one."""
+        """Raises NotImplementedError, as all functions of the interface without shapes do; `Options.of` requires the other one."""
         raise NotImplementedError(OTHER_INTERFACE)
 
     def batch_get(self, keys: list[str], target_locations: Any = None, target_sizes: Any = None) -> list[Tensor | None]:
@@ -140,13 +140,13 @@ class Storage(HiCacheStorage):
         return self._pages
 
     def _before(self, extra_info: HiCacheStorageExtraInfo | None) -> int | None:
-        """Return the number of tokens before the first page of a batch; None if SGLang does not report them."""
+        """Returns the number of tokens before the first page of a batch; None if SGLang does not report them."""
         prefix = None if extra_info is None else extra_info.prefix_keys
         return None if prefix is None else len(prefix) * self._registered().page
 
     @staticmethod
     def _slots(host_indices: Tensor, pages: Pages) -> list[int]:
-        """Return the first slot of each page."""
+        """Returns the first slot of each page."""
         return host_indices[:: pages.page].tolist()
 
     def _stored(self, key: str, chunk: Tensor, start: int | None) -> bool:

@@ -31,7 +31,7 @@ class Options:
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> "Options":
-        """Read the options; raises ValueError for a field that is missing or out of range, and if `interface_v1` is not 1."""
+        """Reads the options; raises ValueError for a field that is missing or out of range, and if `interface_v1` is not 1."""
         found = fields.read(
             cls, given, "the extra config", texts=("artifact", "folder"), wholes=("positions",), alone=False
         )

@@ -58,16 +58,16 @@ class Pages:
         self._shape = 2, layers, self.page, self.heads * head_dim
 
     def read(self, slot: int) -> Tensor:
-        """Return the page that begins at `slot` as a chunk `[2, layers, page, heads * D]`: a copy for `page_head`, else a view."""
+        """Returns the page that begins at `slot` as a chunk `[2, layers, page, heads * D]`: a copy for `page_head`, else a view."""
         return self._of(slot).reshape(self._shape)
 
     def write(self, slot: int, chunk: Tensor) -> None:
-        """Write a chunk into the page that begins at `slot`."""
+        """Writes a chunk into the page that begins at `slot`."""
         page = self._of(slot)
         page.copy_(chunk.view(page.shape))
 
     def _of(self, slot: int) -> Tensor:
-        """Return the page as a view `[2, layers, page, heads, D]` of the pool's memory."""
+        """Returns the page as a view `[2, layers, page, heads, D]` of the pool's memory."""
         if self.layout == "layer_first":
             return self._buffer[:, :, slot : slot + self.page]
         if self.layout == "page_first":

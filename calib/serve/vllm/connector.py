@@ -80,44 +80,44 @@ class CalibConnector(KVConnectorBase_V1):
     # Called in the scheduler.
 
     def on_new_request(self, request: Any) -> None:
-        """Track the request, so that its chunks are stored even if vLLM never looks up stored tokens for it."""
+        """Tracks the request, so that its chunks are stored even if vLLM never looks up stored tokens for it."""
         self._scheduler.follow(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
-        """Return the number of stored tokens after the computed ones, and whether they are loaded asynchronously (if any)."""
+        """Returns the number of stored tokens after the computed ones, and whether they are loaded asynchronously (if any)."""
         found = self._scheduler.stored(request, num_computed_tokens)
         return found, found > 0
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Plan the load of `num_external_tokens` tokens into the request's blocks."""
+        """Plans the load of `num_external_tokens` tokens into the request's blocks."""
         if num_external_tokens:
             (own,) = blocks.get_block_ids()
             self._scheduler.load(request, own, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> Transfers:
-        """Return the chunks that workers load and store in this step."""
+        """Returns the chunks that workers load and store in this step."""
         state = scheduler_output.kv_connector_block_state
         return self._scheduler.step(scheduler_output.num_scheduled_tokens, lambda name: state.get_block_ids(name)[0])
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """Record the loads that failed or finished."""
+        """Records the loads that failed or finished."""
         self._scheduler.failed(connector_output.invalid_block_ids or ())
         self._scheduler.loaded(connector_output.finished_recving or ())
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, None]:
-        """Stop tracking the request; its blocks can be freed at once, since a store copies them."""
+        """Stops tracking the request; its blocks can be freed at once, since a store copies them."""
         self._scheduler.forget(request.request_id)
         return False, None
 
     def reset_cache(self) -> bool:
-        """Remove all chunks of the folder, including those of other engines."""
+        """Removes all chunks of the folder, including those of other engines."""
         self._scheduler.clear()
         return True
 
     # Called in the workers.
 
     def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
-        """Register the paged memory of all layers. Raises ValueError if it does not fit the artifact's model."""
+        """Registers the paged memory of all layers. Raises ValueError if it does not fit the artifact's model."""
         heads, (name, first) = self._heads(get_tensor_model_parallel_rank()), next(iter(kv_caches.items()))
         order = None
         if first.device.type == "cpu":
@@ -128,7 +128,7 @@ class CalibConnector(KVConnectorBase_V1):
         self._worker = WorkerSide(stored, memory, heads, self._chunk)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Begin the loads that the scheduler planned, after a clear if there was one."""
+        """Begins the loads that the scheduler planned, after a clear if there was one."""
         planned = self._planned()
         if planned.cleared:  # weights may have changed: drop waiting chunks, and remove those stored meanwhile
             self._side().drop()
@@ -144,20 +144,20 @@ class CalibConnector(KVConnectorBase_V1):
         """Do nothing: a chunk has all layers and is stored after the forward."""
 
     def wait_for_save(self) -> None:
-        """Copy the chunks that this step's forward has filled, and queue them for storing."""
+        """Copies the chunks that this step's forward has filled, and queues them for storing."""
         for chunk in self._planned().stores:
             self._side().store(chunk)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[None, set[str]]:
-        """Return (None, the requests whose loads are finished)."""
+        """Returns (None, the requests whose loads are finished)."""
         return None, self._side().finished()
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Return the blocks that could not be loaded because a chunk was missing or damaged."""
+        """Returns the blocks that could not be loaded because a chunk was missing or damaged."""
         return self._side().failed()
 
     def shutdown(self) -> None:
-        """Wait until everything is stored. An engine shuts down its workers first, then its scheduler."""
+        """Waits until everything is stored. An engine shuts down its workers first, then its scheduler."""
         if self._worker is not None:
             self._worker.close()
         if self._role == KVConnectorRole.SCHEDULER:
@@ -165,7 +165,7 @@ class CalibConnector(KVConnectorBase_V1):
                 self._scheduler.close()
 
     def _heads(self, rank: int) -> range:
-        """Return the KV heads of a rank; if there are more ranks than heads, several ranks share one head."""
+        """Returns the KV heads of a rank; if there are more ranks than heads, several ranks share one head."""
         return self._model.slices.of_rank(max(1, self._model.kv_heads // self._ranks), self._ranks, rank)
 
     def _side(self) -> WorkerSide:

@@ -12,7 +12,7 @@ WORDS = {2: torch.int16, 4: torch.int32}
 
 
 def cpu_order(instructions: str, tokens: int, head_dim: int, dtype: torch.dtype) -> Tensor:
-    """Return the `order` argument of `PagedMemory`, int64 `[2 * tokens * head_dim]`.
+    """Returns the `order` argument of `PagedMemory`, int64 `[2 * tokens * head_dim]`.
 
     Args:
         instructions: the attention layer's `isa`.

@@ -37,7 +37,7 @@ class Keys:
         return len(self._request.all_token_ids) // self._chunk if self._tokens else 0
 
     def __getitem__(self, index: int) -> str:
-        """Return the key of chunk `index`, which is below `whole`."""
+        """Returns the key of chunk `index`, which is below `whole`."""
         while len(self._found) <= index:
             start = len(self._found) * self._chunk
             end = start + self._chunk

@@ -32,11 +32,11 @@ class Options:
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> "Options":
-        """Read the options; raises ValueError for a field that is unknown, missing or out of range."""
+        """Reads the options; raises ValueError for a field that is unknown, missing or out of range."""
         return fields.read(cls, given, "kv_connector_extra_config", texts=("artifact", "folder"), wholes=("chunk",))
 
     def tokens(self, block: int) -> int:
-        """Return the tokens of a chunk for blocks of `block` tokens. Raises ValueError if `chunk` is not a multiple of `block`."""
+        """Returns the tokens of a chunk for blocks of `block` tokens. Raises ValueError if `chunk` is not a multiple of `block`."""
         chunk = self.chunk or -(-LEAST_CHUNK // block) * block
         if chunk % block:
             raise ValueError(

@@ -70,7 +70,7 @@ class PagedMemory:
         self._order = order.to(first.device)
 
     def read(self, blocks: Sequence[int]) -> Tensor:
-        """Return the chunk `[2, layers, tokens, heads * D]` of successive blocks, as a copy in host memory."""
+        """Returns the chunk `[2, layers, tokens, heads * D]` of successive blocks, as a copy in host memory."""
         own, found = self._own(blocks), list[Tensor]()
         for memory in self._memory:
             rows = memory[own].flatten(2)[..., self._order].unflatten(-1, (2, self.tokens, self._head_dim))
@@ -79,7 +79,7 @@ class PagedMemory:
 
     @torch.inference_mode()  # the engine's tensors may be inference tensors
     def write(self, blocks: Sequence[int], chunk: Tensor) -> None:
-        """Write a chunk into blocks with as many tokens."""
+        """Writes a chunk into blocks with as many tokens."""
         own = self._own(blocks)
         for memory, rows in zip(self._memory, chunk.to(self._order.device).unbind(1), strict=True):
             entries = rows.view(2, len(own), self.tokens, self._heads, self._head_dim).permute(1, 3, 0, 2, 4).flatten(2)
@@ -88,11 +88,11 @@ class PagedMemory:
             memory[own] = pages.unflatten(-1, (self.tokens, 2 * self._head_dim))
 
     def _own(self, blocks: Sequence[int]) -> Tensor:
-        """Return the indices of the tensors' blocks that make up the scheduler's blocks."""
+        """Returns the indices of the tensors' blocks that make up the scheduler's blocks."""
         first = torch.tensor(blocks, device=self._order.device)[:, None] * self._parts
         return (first + torch.arange(self._parts, device=first.device)).flatten()
 
 
 def by_token(tokens: int, head_dim: int) -> Tensor:
-    """Return the order of entries if each token has its keys, then its values."""
+    """Returns the order of entries if each token has its keys, then its values."""
     return torch.arange(2 * tokens * head_dim).view(tokens, 2, head_dim).transpose(0, 1).flatten()

@@ -61,28 +61,28 @@ class SchedulerSide:
         self._transfers = Transfers()
 
     def follow(self, request: Any) -> Followed:
-        """Return the state of a request; the first call begins to track it."""
+        """Returns the state of a request; the first call begins to track it."""
         name = request.request_id
         if name not in self._followed:
             self._followed[name] = Followed(request, Keys(request, self._model, self._chunk))
         return self._followed[name]
 
     def forget(self, name: str) -> None:
-        """Stop tracking a finished request."""
+        """Stops tracking a finished request."""
         self._followed.pop(name, None)
 
     def clear(self) -> None:
-        """Remove all chunks of the folder, including other engines', and let workers drop chunks that wait to be stored."""
+        """Removes all chunks of the folder, including other engines', and let workers drop chunks that wait to be stored."""
         self._folder.clear()
         self._transfers.cleared = True
 
     def close(self) -> None:
-        """Clear the folder again if no step has passed on `clear`: the workers, which end before, stored their waiting chunks."""
+        """Clears the folder again if no step has passed on `clear`: the workers, which end before, stored their waiting chunks."""
         if self._transfers.cleared:
             self._folder.clear()
 
     def stored(self, request: Any, local: int) -> int:
-        """Return the number of stored tokens after the engine's own `local` ones. At least the last token is left to compute."""
+        """Returns the number of stored tokens after the engine's own `local` ones. At least the last token is left to compute."""
         own = self.follow(request)
         own.local = local
         if not self._loads or own.failed:
@@ -93,7 +93,7 @@ class SchedulerSide:
         return max(0, at * self._chunk - local)
 
     def load(self, request: Any, blocks: list[int], tokens: int) -> None:
-        """Plan to load `tokens` tokens after the engine's own into the request's `blocks`.
+        """Plans to load `tokens` tokens after the engine's own into the request's `blocks`.
 
         Raises ValueError if they do not end at a chunk's end, as the number returned by `stored` does.
         """
@@ -113,7 +113,7 @@ class SchedulerSide:
         own.loading = frozenset(block for chunk in chunks for block in chunk.blocks[chunk.held :])
 
     def step(self, scheduled: Mapping[str, int], blocks_of: Any) -> Transfers:
-        """Return the workers' transfers for this step.
+        """Returns the workers' transfers for this step.
 
         `scheduled` is the number of tokens that the step computes for each request; `blocks_of` returns a request's blocks.
         """
@@ -131,13 +131,13 @@ class SchedulerSide:
         return found
 
     def failed(self, blocks: Collection[int]) -> None:
-        """Record that workers could not load these blocks; their tokens are computed, and stored again if the file is gone."""
+        """Records that workers could not load these blocks; their tokens are computed, and stored again if the file is gone."""
         for own in self._followed.values():
             if not own.loading.isdisjoint(blocks):
                 own.failed, own.told = True, 0
 
     def loaded(self, names: Collection[str]) -> None:
-        """Record that all workers have finished the loads of these requests."""
+        """Records that all workers have finished the loads of these requests."""
         for name in names:
             if name in self._followed:
                 self._followed[name].loading = frozenset()
@@ -148,5 +148,5 @@ class SchedulerSide:
 
 
 def file_key(key: str, heads: range) -> str:
-    """Return a chunk's key in the folder for the KV heads of one rank."""
+    """Returns a chunk's key in the folder for the KV heads of one rank."""
     return f"{key} {heads.start} {heads.stop}"

@@ -10,7 +10,7 @@ from calib.serve.fitted_model import FittedModel
 
 
 def check(vllm_config: Any, kv_cache_config: Any, model: FittedModel) -> None:
-    """Raise ValueError unless the engine serves the artifact's model, with plain attention and tensor parallelism only."""
+    """Raises ValueError unless the engine serves the artifact's model, with plain attention and tensor parallelism only."""
     parallel, found = vllm_config.parallel_config, vllm_config.model_config
     others = (
         parallel.pipeline_parallel_size,
@@ -44,7 +44,7 @@ def check(vllm_config: Any, kv_cache_config: Any, model: FittedModel) -> None:
 
 
 def identity_of(vllm_config: Any, chunk: int) -> str:
-    """Return a hash of what a chunk's keys and values depend on in addition to tokens and codec: the model by its name, its
+    """Returns a hash of what a chunk's keys and values depend on in addition to tokens and codec: the model by its name, its
     revision, dtype, quantization and RoPE parameters, and the chunk's length."""
     found = vllm_config.model_config
     return canonical_json.sha256(

@@ -41,11 +41,12 @@ class WorkerSide:
         self._failed = set[int]()
 
     def load(self, name: str, chunks: Sequence[Chunk]) -> None:
-        """Begin to load a request's chunks."""
+        """Begins to load a request's chunks."""
         self._loads[name] = deque((chunk, self._reader.submit(self._read, chunk)) for chunk in chunks)
 
     def finished(self) -> set[str]:
-        """Write the chunks decoded since the last call into the paged memory, and return the requests whose loads are finished."""
+        """Writes the chunks decoded since the last call into the paged memory, and returns the requests whose loads are
+        finished."""
         found = set[str]()
         for name, load in self._loads.items():
             while load and load[0][1].done():
@@ -62,12 +63,12 @@ class WorkerSide:
         return found
 
     def failed(self) -> set[int]:
-        """Return the blocks that could not be loaded since the last call."""
+        """Returns the blocks that could not be loaded since the last call."""
         found, self._failed = self._failed, set()
         return found
 
     def store(self, chunk: Chunk) -> None:
-        """Copy a chunk and queue it for storing, unless it is stored already."""
+        """Copies a chunk and queues it for storing, unless it is stored already."""
         if self._stored.has(file_key(chunk.key, self._heads)):
             return
         while self._stores and (self._stores[0].done() or len(self._stores) >= MOST_WAITING):
@@ -78,14 +79,14 @@ class WorkerSide:
         )
 
     def drop(self) -> None:
-        """Drop the chunks that wait to be stored, and wait for the one that is being stored."""
+        """Drops the chunks that wait to be stored, and wait for the one that is being stored."""
         while self._stores:
             store = self._stores.popleft()
             if not store.cancel():
                 store.result()
 
     def close(self) -> None:
-        """Wait until everything is stored."""
+        """Waits until everything is stored."""
         self._reader.shutdown(cancel_futures=True)
         self._writer.shutdown()
 

@@ -44,7 +44,7 @@ class Codebook(Codec):
 
     @staticmethod
     def of(x: Tensor, bits: int) -> "Codebook":
-        """Fit a table for each head to samples `x [batch, kv_heads, tokens, head_dim]`: quantiles, then k-means."""
+        """Fits a table for each head to samples `x [batch, kv_heads, tokens, head_dim]`: quantiles, then k-means."""
         if type(bits) is not int or not 1 <= bits <= 8:
             raise ValueError(f"bits must be a whole number 1 ... 8, got {printable(bits)}")
         values = x.float().transpose(0, 1).flatten(1).sort(-1).values  # [kv_heads, n], rising

@@ -112,7 +112,7 @@ class Corrected(Codec):
         return bool(largest_magnitude(x).float() > HALF_MAX / 4)
 
     def encode(self, x: Tensor, fp32_params: bool | None = None) -> Block:
-        """Encode `x [batch, kv_heads, tokens, head_dim]`, one segment for each row; with thresholds also returns `OVERFLOWED`."""
+        """Encodes `x [batch, kv_heads, tokens, head_dim]`, one segment for each row; with thresholds also returns `OVERFLOWED`."""
         fp32_params = self.fp32_params(x) if fp32_params is None else fp32_params
         # Row by row and contiguous: the rounding of a row's sums must not depend on other rows, nor on its memory layout.
         rows = [self._encode(row.float().contiguous(), fp32_params) for row in x.split(1)]
@@ -158,7 +158,7 @@ class Corrected(Codec):
         return self.added_scores(query, tile, scores)
 
     def added_scores(self, query: Tensor, tile: Block, scores: Tensor) -> Tensor:
-        """Add the logits from the other parts to the codec's `scores`, in place, and return them."""
+        """Adds the logits from the other parts to the codec's `scores`, in place, and returns them."""
         if self.low_rank is not None:
             scores += self.low_rank.scores(query, _part(LOW_RANK, tile))
         if self.residual is not None:
@@ -172,7 +172,7 @@ class Corrected(Codec):
         return self.added_mix(weights, tile, self.codec.mix(weights, tile, channels))
 
     def added_mix(self, weights: Tensor, tile: Block, mixed: Tensor) -> Tensor:
-        """Return the codec's weighted sums `mixed` plus those from the other parts."""
+        """Returns the codec's weighted sums `mixed` plus those from the other parts."""
         channels = mixed.shape[-1]
         if self.low_rank is not None:
             mixed = mixed + self.low_rank.mix(weights, _part(LOW_RANK, tile), channels)
@@ -221,7 +221,7 @@ def counter(codec: Codec, device: torch.device) -> Tensor | None:
 
 
 def counted(block: Block, count: Tensor | None) -> Block:
-    """Add `OVERFLOWED` of `block` to `count`, in place, and return the block without it."""
+    """Adds `OVERFLOWED` of `block` to `count`, in place, and returns the block without it."""
     if count is None or OVERFLOWED not in block:
         return block
     count += block[OVERFLOWED].sum()

@@ -1,4 +1,4 @@
-"""Encode tokens: first a transform, then a codec."""
+"""Encodes tokens: first a transform, then a codec."""
 
 from dataclasses import replace
 
@@ -13,7 +13,7 @@ from calib.runtime.stages.contract import Codec, Transform
 def encoded(
     transform: Transform, codec: Codec, tokens: Tensor, fp32_params: bool, order: Tensor | None = None
 ) -> Block:
-    """Encode `tokens [rows, kv_heads, T, head_dim]`, or only those at `order` int64 `[rows, kv_heads, n]`; returns the block."""
+    """Encodes `tokens [rows, kv_heads, T, head_dim]`, or only those at `order` int64 `[rows, kv_heads, n]`; returns the block."""
     count = tokens.shape[2] if order is None else order.shape[2]
     most = at_once(codec, tokens, count)
     if count <= most:

@@ -93,7 +93,7 @@ class Sized(Codec):
         return self._beside(self.codec.encode(x / size_of(number)), number.squeeze(-1))
 
     def encode_projected(self, x: Tensor, projection: Projection) -> Block | None:
-        """Encode with a kernel that computes components and sizes; None if none supports them."""
+        """Encodes with a kernel that computes components and sizes; None if none supports them."""
         if not supported(x, self.codec.counts):
             return None
         block, number = self.codec.projected(x, projection, self.weights)

@@ -179,7 +179,7 @@ class Sparse(Codec):
         return atoms
 
     def bound(self, online: Tensor | None) -> "Sparse":
-        """Return the codec for rows whose online atoms are `online [rows, M, D / chunks]`."""
+        """Returns the codec for rows whose online atoms are `online [rows, M, D / chunks]`."""
         return replace(self, online=online)
 
     def sparse_pages(self, pages: Block) -> SparsePages:

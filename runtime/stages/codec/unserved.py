@@ -11,7 +11,7 @@ _told: set[type] = set()
 
 
 def warn_unserved(codecs: Iterable[Codec], before_rope: bool) -> None:
-    """Warn about each class of codec that no kernel reads, the first time that it is used in this process; `before_rope` tells
+    """Warns about each class of codec that no kernel reads, the first time that it is used in this process; `before_rope` tells
     whether keys are stored before RoPE, for which fewer codecs have a kernel."""
     for codec in codecs:
         stage = codec.uncorrected
@@ -26,7 +26,7 @@ def warn_unserved(codecs: Iterable[Codec], before_rope: bool) -> None:
 
 
 def warn_once(stage: type, told: str, stacklevel: int) -> None:
-    """Warn that `told`, once for a class of stages in this process; `stacklevel` leads from here to the user's line."""
+    """Warns that `told`, once for a class of stages in this process; `stacklevel` leads from here to the user's line."""
     if stage not in _told:
         _told.add(stage)
         warnings.warn(f"{told}, which is slow on a GPU", stacklevel=stacklevel)

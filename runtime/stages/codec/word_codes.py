@@ -60,15 +60,15 @@ class WordCodes(Codec):
         return False
 
     def encode_projected(self, x: Tensor, projection: Projection) -> Block | None:
-        """Encode with a kernel that computes the components; None if none supports them."""
+        """Encodes with a kernel that computes the components; None if none supports them."""
         return self.projected(x, projection)[0] if supported(x, self.counts) else None
 
     @abstractmethod
     def projected(
         self, x: Tensor, projection: Projection, weights: Tensor | None = None
     ) -> tuple[Block, Tensor | None]:
-        """Encode the components of `x [batch, kv_heads, tokens, head_dim]`; with `weights` they are divided by their tokens' sizes,
-        and the sizes' numbers are returned as well (`kernels/components`), else None."""
+        """Encodes the components of `x [batch, kv_heads, tokens, head_dim]`; with `weights` they are divided by their tokens'
+        sizes, and the sizes' numbers are returned as well (`kernels/components`), else None."""
 
     @abstractmethod
     def turned_scores(

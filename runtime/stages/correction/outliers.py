@@ -134,7 +134,8 @@ class Outliers:
         return Indices(tokens).wrong((token % most).masked_fill(delta == 0, 0))
 
     def ordered(self, fields: Mapping[str, Tensor], channels: int) -> None:
-        """Sort the lists in `fields [..., n channels]`, in place, into the order in which they are read; for fields from a file."""
+        """Sorts the lists in `fields [..., n channels]`, in place, into the order in which they are read; for fields from a
+        file."""
         if self._in_row_lists:
             cleared_behind(fields, channels)
         if self.ranked != "tokens" or self.of_row:

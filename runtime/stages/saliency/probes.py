@@ -13,7 +13,7 @@ STRATEGIES = ("random+recent", "random", "recent", "all", "special")
 
 
 def share_of(share: float, count: int) -> int:
-    """Return `share` x `count` rounded down, at least 1 for a positive share, at most `count`."""
+    """Returns `share` x `count` rounded down, at least 1 for a positive share, at most `count`."""
     return min(count, max(1, math.floor(share * count + 1e-9))) if share > 0 else 0
 
 
@@ -51,7 +51,7 @@ class Probes:
         return self.strategy == "special" and not self.special_ids
 
     def with_ids(self, special_ids: tuple[int, ...]) -> "Probes":
-        """Return the probes with these ids of special tokens, if they lack ids; else unchanged."""
+        """Returns the probes with these ids of special tokens, if they lack ids; else unchanged."""
         return replace(self, special_ids=special_ids) if self.lacks_ids else self
 
     def of_prompt(self, length: int, rng: SeededRng, ids: Tensor | None) -> Tensor:

@@ -5,7 +5,7 @@ from torch import Tensor
 
 
 def inverse(matrix: Tensor) -> Tensor:
-    """Return the inverse of `matrix [..., D, D]`, float64, by QR decomposition.
+    """Returns the inverse of `matrix [..., D, D]`, float64, by QR decomposition.
 
     `torch.linalg.inv` and `solve` use LU decomposition, and MKL's is wrong for matrices of 256 x 256 once
     `torch.set_num_threads` was called with 2 or more.

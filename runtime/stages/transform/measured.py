@@ -37,8 +37,8 @@ class Measured(Protocol):
         into: Sequence[Tensor] | None = None,
         extremes: Tensor | None = None,
     ) -> Transform:
-        """Measure `tokens [rows, kv_heads, T, D]`, or those at `order [rows, kv_heads, n]`, and `query [rows, heads, n, D]`; return
-        the transform. Its parameters `[rows, kv_heads, 1, D]` are rounded to `dtype`, and written to `into` if it is given.
+        """Measures `tokens [rows, kv_heads, T, D]`, or those at `order [rows, kv_heads, n]`, and `query [rows, heads, n, D]`;
+        return the transform. Its parameters `[rows, kv_heads, 1, D]` are rounded to `dtype`, and written to `into` if it is given.
         `extremes`: those of all tokens, if they are known already (`kernels/channel_ranges`)."""
         ...
 
