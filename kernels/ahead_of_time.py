@@ -102,7 +102,7 @@ class Specialisation:
 
 
 def compiled(one: Specialisation, capability: int) -> Any:
-    """Compiles a specialisation for GPUs of a compute capability (80, 90 or 100) and return Triton's `CompiledKernel`."""
+    """Compiles a specialisation for GPUs of a compute capability (80, 90 or 100) and returns Triton's `CompiledKernel`."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -128,7 +128,7 @@ def declared(operation: str) -> dict[str, Specialisation]:
 
 
 def report(operations: Iterable[str], capabilities: Iterable[int] = CAPABILITIES) -> Iterable[tuple[str, bool]]:
-    """Compiles each specialisation for each capability; yield a line of figures and whether all limits are met."""
+    """Compiles each specialisation for each capability; yields a line of figures and whether all limits are met."""
     for operation in operations:
         costs: dict[tuple[str, int, str], float] = {}
         for name, one in declared(operation).items():

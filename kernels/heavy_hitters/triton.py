@@ -123,7 +123,7 @@ def move(
 def move_one(
     INTO, TOKEN, LOST, FOUND, heads, into_page, into_head, into_slot, from_row, from_head, W: tl.constexpr, WIDE: tl.constexpr
 ):  # fmt: skip
-    """Moves one field: save the target slot to LOST, copy the ring's token to the target, and the new token to the ring's slot."""
+    """Moves one field: the target slot to LOST, the ring's token to the target, and the new token to the ring's slot."""
     item, items = tl.program_id(0), tl.num_programs(0)
     row, head, column = (item // heads).to(tl.int64), item % heads, tl.arange(0, WIDE)
     inside = column < W

@@ -22,7 +22,7 @@ def encode_uniform(
     across_heads: bool = False,
     prologue: Prologue = IDENTITY,
 ) -> tuple[Tensor, Tensor]:
-    """Measures the range of every group, round its scale and zero point as stored, quantise with the stored numbers, and pack.
+    """Measures the range of every group, rounds its scale and zero point as stored, quantises with these, and packs.
 
     Args:
         x: `[..., kv_heads, T, D]`, float32, float16 or bfloat16, finite.

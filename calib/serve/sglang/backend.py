@@ -78,7 +78,7 @@ class Storage(HiCacheStorage):
     def batch_set_v1(
         self, keys: list[str], host_indices: Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
-        """Stores the pages that are not stored yet, and return for each page whether it is stored.
+        """Stores the pages that are not stored yet, and returns for each page whether it is stored.
 
         Args:
             keys: the hashes of successive pages.

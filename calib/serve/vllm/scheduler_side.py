@@ -72,7 +72,7 @@ class SchedulerSide:
         self._followed.pop(name, None)
 
     def clear(self) -> None:
-        """Removes all chunks of the folder, including other engines', and let workers drop chunks that wait to be stored."""
+        """Removes all chunks of the folder, including other engines', and lets workers drop chunks that wait to be stored."""
         self._folder.clear()
         self._transfers.cleared = True
 

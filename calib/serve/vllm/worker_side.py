@@ -79,7 +79,7 @@ class WorkerSide:
         )
 
     def drop(self) -> None:
-        """Drops the chunks that wait to be stored, and wait for the one that is being stored."""
+        """Drops the chunks that wait to be stored, and waits for the one that is being stored."""
         while self._stores:
             store = self._stores.popleft()
             if not store.cancel():
