@@ -161,7 +161,8 @@ def test_every_method_that_is_served_is_quick():
 def test_with_all_operations(name, kernels, both):
     """Nothing but kernels. Pursuit chooses either of two atoms whose products round alike: what is stored may differ then."""
     case = BY_NAME[name]
-    outcomes = both(small(), left_padded(PROMPTS), case, everything=True)
+    prompts = PROMPTS if name != "klt-trellis" else [44, 31]  # the interpreter takes seconds for a token's search
+    outcomes = both(small(), left_padded(prompts), case, everything=True)
     mine = check(outcomes, launched=which(case), same="pursue" not in kernels)
     assert kernels <= set(mine.launched)
 
@@ -207,7 +208,7 @@ def test_low_rank_goes_with_the_codes(name, rank, scored, monkeypatch):
 def test_what_lies_beside_codes(method, launched, both):
     """Lists of rows' prompts and of blocks, which are pages, and coefficients of either; what no kernel takes is met in torch."""
     for served in (SERVED, [*ATTENTION]):
-        mine = check(both(small(), left_padded([71, 61]), method, served=served, max_new_tokens=8))
+        mine = check(both(small(), left_padded([71, 61]), method, served=served, max_new_tokens=5))
         of_prompts, of_blocks = (mine.launched[kernel] > 0 for kernel in ("list_mixtures", "mixture_terms"))
         assert (of_prompts or of_blocks) == (launched and served is SERVED)
 
