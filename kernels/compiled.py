@@ -41,7 +41,7 @@ def library(source: Path, more: tuple[str, ...] = ()) -> ctypes.CDLL | None:
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # no home, no room, no OpenMP ...
         why = " ".join(str(error).split())
         logger.warning(
-            f"{source.name} is not compiled ({why}); plain torch serves, which is slower; give a C compiler as $CC"
+            f"{source.name} is not compiled ({why}); plain torch is used, which is slower; set $CC to a C compiler"
         )
         return None
 
@@ -58,7 +58,7 @@ def _compiler() -> str | None:
     named = filter(None, (os.environ.get("CC"), "cc", "gcc", "clang"))
     found = next(filter(None, map(shutil.which, named)), None)
     if found is None:
-        logger.info("no C compiler is found (cc, gcc, clang or $CC); plain torch serves, which is slower")
+        logger.info("no C compiler is found (cc, gcc, clang or $CC); plain torch is used, which is slower")
     return found
 
 
@@ -77,7 +77,9 @@ def _compile(compiler: list[str], source: Path, kept: Path) -> None:
         with suppress(OSError):
             if left.stat().st_mtime < time.time() - 5 * SECONDS:
                 left.unlink()
-    logger.info("%s is compiled for this processor, which takes seconds, once; %s keeps it", source.name, kept.parent)
+    logger.info(
+        "%s is compiled for this processor, once, in some seconds; the library is kept in %s", source.name, kept.parent
+    )
     handle, part = tempfile.mkstemp(suffix=".so", dir=kept.parent)
     os.close(handle)
     try:

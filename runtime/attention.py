@@ -60,12 +60,12 @@ def attention(
         raise ValueError(f"attention dropout {dropout} with a compressed cache: call model.eval() first")
     if attention_mask is not None and attention_mask.ndim != 2:
         raise ValueError(
-            f"a custom {attention_mask.ndim}-D attention mask cannot be applied to packed rows; pass the 2-D padding mask"
+            f"a custom {attention_mask.ndim}-D attention mask cannot be applied to a compressed cache; pass the 2-D padding mask"
         )
     for argument, what in UNKNOWN.items():
         if kwargs.get(argument) is not None:
             raise ValueError(
-                f"{type(module).__name__} uses {what}, which attention over packed rows does not know; "
+                f"{type(module).__name__} uses {what}, which a compressed cache does not support; "
                 "run this model with the cache of transformers"
             )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -127,12 +127,12 @@ def padding_mask(
     ):
         raise ValueError(
             "this model's attention is neither causal nor a sliding window here (tokens of an image or a prefix see later "
-            "ones), and a compressed cache knows no other pattern; release it and run this prompt with the cache of transformers"
+            "ones), and a compressed cache supports no other; release it and run this prompt with the cache of transformers"
         )
     if kv_offset + kv_length > held:  # attention assumes that the last key belongs to the last query
         raise ValueError(
-            f"a static cache hands over {kv_length} keys, of which {held} are there, and attention while a compressed cache is "
-            "attached knows no empty ones; release that cache first, or use a dynamic one"
+            f"a static cache passes {kv_length} keys, of which only {held} are filled, and attention does not support empty ones "
+            "while a compressed cache is attached to the model; release that cache first, or use a dynamic one"
         )
     return None if attention_mask is None else attention_mask[:, kv_offset : kv_offset + kv_length]
 

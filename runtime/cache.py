@@ -115,8 +115,8 @@ class CompressedCache(Cache):
         """
         if self._attachment is not None and self._attachment.released:
             raise ValueError(
-                "this cache was released, and its model attends by itself again; make another by compress(model, ...), with "
-                "prefix=path where this one was saved"
+                "this cache was released, and its model uses its own attention again; make another with compress(model, ...), and "
+                "prefix=path if this one was saved"
             )
         try:
             layer = self.layers[layer_idx]
@@ -169,7 +169,7 @@ class CompressedCache(Cache):
             )
         if removed and not self.is_croppable:
             raise ValueError(
-                f"cannot remove {removed} tokens: this model has recurrent layers, whose states they went into; "
+                f"cannot remove {removed} tokens: this model has recurrent layers, whose states already include them; "
                 "copy.deepcopy(cache) before a forward whose tokens may be taken back"
             )
         self.sequences.confirm(removed)
@@ -262,7 +262,7 @@ class CompressedCache(Cache):
         if len(seen) != 1 or not 0 < max(self.sequences.lengths, default=0) <= min(seen):
             found = f"layers have seen {printable(sorted(seen))} columns"
             raise StateError(
-                f"{found}, expected one number from the rows' {printable(self.sequences.lengths)} tokens on"
+                f"{found}, expected one number for all layers, at least each row's {printable(self.sequences.lengths)} tokens"
             )
         for number, (layer, own) in enumerate(zip(self.layers, owns, strict=True)):
             if isinstance(layer, CompressedLayer):
@@ -338,7 +338,9 @@ class CompressedCache(Cache):
                 f"custom_generate decodes greedily or by sampling, got {mode.value}{asked}; leave custom_generate out for that"
             )
         if cache_in(kwargs) is not self:
-            raise ValueError(f"custom_generate is this cache's own: pass {NAME}=cache as well")
+            raise ValueError(
+                f"custom_generate works with its own cache only: pass {NAME}=cache with custom_generate=cache.custom_generate"
+            )
         return model._sample(input_ids, logits_processor, stopping_criteria, generation_config, **kwargs)
 
     def tiers(self, layer: int) -> list[list[HeldTier]]:

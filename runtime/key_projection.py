@@ -24,7 +24,7 @@ def with_key_biases(plans: dict[int, Plan], model: PreTrainedModel) -> dict[int,
     }
     if prefers_triton(model.device):
         warn_once(
-            WithoutBias, "no kernel gives a folded bias back: attention reads pages tile by tile in plain torch", 5
+            WithoutBias, "no kernel supports key_bias='folded': attention reads pages tile by tile in plain torch", 5
         )
     return found
 
@@ -43,11 +43,11 @@ def key_bias(model: PreTrainedModel, layer: int) -> Tensor:
     ((attention, projection),) = projections
     bias: Tensor | None = getattr(projection, "bias", None)
     if bias is None:
-        raise ValueError(f"{name} has no bias of keys in layer {layer}, and key_bias='folded' takes it off; {KEPT}")
+        raise ValueError(f"{name} has no bias of keys in layer {layer} for key_bias='folded' to subtract; {KEPT}")
     norms = [part for part in ("k_norm", "k_layernorm") if getattr(attention, part, None) is not None]
     if norms:
         raise ValueError(
-            f"{name} normalises keys ({norms[0]}) behind their bias, which differs from token to token then; {KEPT}"
+            f"{name} normalises keys ({norms[0]}) after adding their bias, which is then different in each token; {KEPT}"
         )
     return bias.detach().view(-1, attention.head_dim)
 

@@ -32,8 +32,8 @@ from calib.runtime.store import LayerContext, Plan, Store
 _AS_IT_IS = nullcontext()
 
 NO_TENSOR = (
-    "this model, or an attention function that is not ours, works on keys and values behind the cache's back; is the cache "
-    "released, or the model unsupported?"
+    "the model, or an attention function other than calib's, uses keys and values that `update` returns as tensors: the cache was "
+    "released, or the model is not supported"
 )
 
 
@@ -92,7 +92,7 @@ class CompressedLayer(CacheLayerMixin):
         """
         if self._arrived is None or self.store is None:
             raise ValueError(
-                "a layer attends to keys and values of another one, which a compressed cache has encoded by then; run this model "
+                "a layer attends to keys and values of another layer, which a compressed cache has already encoded; run this model "
                 "with the cache of transformers"
             )
         given, self._arrived = QKV(query, *self._arrived), None

@@ -59,10 +59,10 @@ class Rotation:
             )
         scaling = float(getattr(embedding, _named(kind, "attention_scaling"), 1.0))
         if plain := _not_rotated(model):
-            raise ValueError(f"{name} rotates nothing in layers {printable(plain)}; {remedy}")
+            raise ValueError(f"{name} applies no RoPE in layers {printable(plain)}; {remedy}")
         rotation = Rotation(getattr(embedding, _named(kind, "inv_freq")).detach().double().cpu(), scaling)
         if not rotation._agrees(embedding, kind):
-            raise ValueError(f"{name} does not rotate its channels in halves; {remedy}")
+            raise ValueError(f"{name} does not rotate its channels in halves, as rotate_half does; {remedy}")
         return rotation
 
     def cos_sin(self, positions: list[int], device: torch.device) -> tuple[Tensor, Tensor]:

@@ -24,7 +24,7 @@ def why_unserved(model: PreTrainedModel) -> str | None:
         )
     if varied := sorted({*SHARED} & {*(getattr(config, "per_layer_attributes", None) or ())}):
         return (
-            f"{name} has attention of another shape from layer to layer ({', '.join(varied)}), and a compressed cache knows one; "
+            f"{name} has layers with different attention shapes ({', '.join(varied)}), and a compressed cache supports only one; "
             "run this model with the cache of transformers"
         )
     if not hasattr(config, "num_attention_heads"):
@@ -35,21 +35,21 @@ def why_unserved(model: PreTrainedModel) -> str | None:
     if getattr(config, "kv_lora_rank", None):
         return (
             f"{name} has latent attention (kv_lora_rank={config.kv_lora_rank}): it rebuilds keys and values "
-            "itself, which a cache of packed rows cannot serve; run this model with the cache of transformers"
+            "itself, which a compressed cache does not support; run this model with the cache of transformers"
         )
     if shared := getattr(config, "num_kv_shared_layers", None):
         return (
-            f"{name} has layers without keys and values of their own (num_kv_shared_layers={shared}), which no "
-            "cache layer of ours can serve; run this model with the cache of transformers"
+            f"{name} has layers without keys and values of their own (num_kv_shared_layers={shared}), which a "
+            "compressed cache does not support; run this model with the cache of transformers"
         )
     if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
         return (
             f"{name} attends in chunks (attention_chunk_size={getattr(config, 'attention_chunk_size', None)}), and a "
-            "compressed cache knows only causal attention and sliding windows; run this model with the cache of transformers"
+            "compressed cache supports only causal attention and sliding windows; run this model with the cache of transformers"
         )
     if _has(model.get_decoder().named_parameters(), "sinks"):
         return (
-            f"{name} has attention sinks as parameters, which attention over packed rows does not know; "
+            f"{name} has attention sinks as parameters, which a compressed cache does not support; "
             "run this model with the cache of transformers"
         )
     return None

@@ -137,7 +137,9 @@ def _of_all(scales: Tensor | None, batch: int, heads: int, tokens: int, block: i
     if scales is None:
         return None
     if block is None or block * scales.shape[2] != tokens:
-        raise ValueError(f"{tokens} tokens in blocks of {block} have not {scales.shape[2]} scales")
+        raise ValueError(
+            f"got {scales.shape[2]} scales for {tokens} tokens in blocks of {block}, expected one for each block"
+        )
     return scales.expand(batch, heads, -1, -1)
 
 

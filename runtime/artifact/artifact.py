@@ -172,7 +172,7 @@ class Artifact:
         """
         if options and not push_to_hub:
             raise ArtifactError(
-                f"got {', '.join(options)} without push_to_hub=True, which alone takes it; leave it out"
+                f"got {', '.join(options)} without push_to_hub=True; pass push_to_hub=True as well, or leave it out"
             )
         name = repo_id or (Path(folder).resolve().name if push_to_hub else "path/to/this/folder")
         save(self, folder, name, license, base_model)

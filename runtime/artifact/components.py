@@ -116,7 +116,8 @@ def error_at(artifact: Artifact, loss: float, coding: Coding | None = None) -> f
     if not losses[0] <= math.log(loss) <= losses[-1]:
         low, high = losses.exp()[[0, -1]].tolist()
         raise ValueError(
-            f"loss={loss:g} is outside what the fit measured, {low:.3g} ... {high:.3g} nats a token; ask for that, or bits"
+            f"loss={loss:g} is outside what the fit measured, {low:.3g} ... {high:.3g} nats a token; "
+            "give a loss in this range, or a budget in bits"
         )
     return math.exp(min(MOST_LOG, interpolated(losses, errors, math.log(loss))))
 
@@ -151,7 +152,7 @@ def _curve(artifact: Artifact, coding: Coding | None) -> tuple[Tensor, Tensor]:
     curve = artifact.tensor(LOSSES[rope], READER)
     if len(curve) < 2:
         raise ValueError(
-            f"the fit measured the loss of {len(curve)} budget, and a loss is told between two; give a budget in bits"
+            f"the artifact has measured losses of {len(curve)} budgets, and interpolation needs two; give a budget in bits"
         )
     errors, losses = curve.double().log().clamp(min=LEAST_LOG).T.contiguous()
     return errors, losses
@@ -233,8 +234,8 @@ def prediction(artifact: Artifact, layer: int, keys: LayerCodes) -> Prediction:
     reach = half_steps.abs().sum(1).amax() * 2.0**MOST_BITS
     if not bool(reach <= MOST_REACH * 2.0**MOST_BITS):
         raise ArtifactError(
-            f"the tensor '{PREDICTED}.matrix' does not go with its keys at layer {layer}: it predicts values up to {reach:.3g}, "
-            f"expected at most {MOST_REACH * 2.0**MOST_BITS:g}; {FIT_AGAIN}"
+            f"the tensor '{PREDICTED}.matrix' does not fit the tensors of keys at layer {layer}: it predicts values up "
+            f"to {reach:.3g}, expected at most {MOST_REACH * 2.0**MOST_BITS:g}; {FIT_AGAIN}"
         )
     return Prediction.of(half_steps)
 
@@ -260,13 +261,13 @@ def _check_ranges(stem: str, layer: int, rows: Tensor, columns: Tensor, ranges: 
     reach = (columns.abs() * ranges.amax(-1)[:, None]).amax((-2, -1))
     told = (rows.abs() * spread[:, None] / ranges.amin(-1)[..., None]).amax((-2, -1))
     for found, most, what in (
-        (reach, MOST_REACH, "reach of its steps, in channels"),
-        (spread.amax(-1), MOST_REACH, "deviation of a channel, by its errors"),
-        (told, MOST_RANGES, "deviation of a channel, in steps' reaches"),
+        (reach, MOST_REACH, "range of a component, in channels"),
+        (spread.amax(-1), MOST_REACH, "standard deviation of a channel"),
+        (told, MOST_RANGES, "standard deviation of a channel, in ranges of a component"),
     ):
         if not bool((found <= most).all()):
             head = int((~(found <= most)).nonzero()[0])
             raise ArtifactError(
-                f"the tensors '{stem}' do not go together at layer {layer}, head {head}: the {what}, is {found[head]:.3g}, "
+                f"the tensors '{stem}' are out of range at layer {layer}, head {head}: the {what}, is {found[head]:.3g}, "
                 f"expected at most {most:g}; {FIT_AGAIN}"
             )

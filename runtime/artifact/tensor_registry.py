@@ -228,8 +228,8 @@ def check_registered(
             check_one(name, tensors[name], promised, sizes)
         elif name.startswith(RESIDUALS):
             raise ArtifactError(
-                f"tensor {printable(name)} is of no bit width, expected FORM.BITS with BITS from 1 to 8 after 'residual.'; "
-                f"{FIT_AGAIN}"
+                f"tensor {printable(name)} has no valid bit width in its name, expected FORM.BITS with BITS from 1 to 8 "
+                f"after 'residual.'; {FIT_AGAIN}"
             )
         if name in SHARE_AXES:
             sizes[SHARE_AXES[name]] = len(tensors[name])

@@ -46,7 +46,7 @@ class GraphInputs(Generic[Forward]):
         key = (name, dtype, device)
         if key not in self._tensors:
             if self._stretches:
-                raise NotRecordableError(f"the numbers {name!r} were not asked for in the step before")
+                raise NotRecordableError(f"the step needs the input {name!r}, which the step before did not")
             self._tensors[key], self._numbers[key] = upload(numbers(forward), dtype, device), numbers
         return self._tensors[key]
 

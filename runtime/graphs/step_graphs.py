@@ -189,9 +189,7 @@ def graphs_for(model: PreTrainedModel, sequences: SequenceState, layers: list[An
             "graphs=True replays steps of models whose layers are all compressed; leave it out for this one"
         )
     if "position_ids" not in inspect.signature(type(model).forward).parameters:
-        raise ValueError(
-            f"graphs=True needs to tell positions, and {type(model).__name__} takes no position_ids; leave it out"
-        )
+        raise ValueError(f"graphs=True passes position_ids, and {type(model).__name__} takes none; leave it out")
     sequences.keeps_room = True
     return StepGraphs(sequences, layers, record)
 

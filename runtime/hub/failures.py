@@ -45,7 +45,9 @@ def reason(error: BaseException, repo_id: str, filename: str, revision: str | No
     at = f" --revision {revision}" if revision else ""
     match error:
         case HFValidationError():
-            return "no repository of the hub can be called so, expected a name such as 'owner/name'; check the name or path"
+            return (
+                "not a valid name of a repository on the hub, expected one such as 'owner/name'; check the name or path"
+            )
         case GatedRepoError():
             return f"is gated on the hub; ask for access on {constants.ENDPOINT}/{repo_id}, then {LOGIN}"
         case RepositoryNotFoundError():
@@ -58,7 +60,7 @@ def reason(error: BaseException, repo_id: str, filename: str, revision: str | No
             where = shortened(revision or "main", LONGEST)
             return f"the hub's repository has no file {printable(filename)} in {where}; name one that it has"
         case LocalTokenNotFoundError():
-            return f"a token is asked for and none is stored here; {LOGIN}"
+            return f"the hub client needs a token, and none is stored; {LOGIN}"
         case LocalEntryNotFoundError():
             return (
                 f"{hindrance(error.__cause__)}, and there is no copy in its cache; run `hf download {repo_id} "
@@ -67,7 +69,7 @@ def reason(error: BaseException, repo_id: str, filename: str, revision: str | No
         case OfflineModeIsEnabled():
             return f"{hindrance(error)}; try again where there is a network"
         case HfHubHTTPError() if error.response.status_code == 401:
-            return f"the hub takes no token, or not this one; {LOGIN}"
+            return f"the hub needs a valid token, got an invalid one or none; {LOGIN}"
         case HfHubHTTPError() if error.response.status_code == 403:
             return f"the hub does not allow it; a token that may write to {repo_id} is needed: {LOGIN}"
         case HfHubHTTPError():

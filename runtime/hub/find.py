@@ -78,12 +78,12 @@ def find_here(word: str, filename: str | None, revision: str | None) -> Path:
     """Returns the artifact's file for a local file or folder; a path that does not exist is returned as it is."""
     if revision is not None and os.path.exists(word):
         raise ArtifactError(
-            f"{word}: exists here, where there are no revisions, got revision={printable(revision)}; "
-            "leave it out, or run in another folder to have the hub's"
+            f"{word}: is a local path, which has no revisions, got revision={printable(revision)}; "
+            "leave it out, or run in another folder to load the hub's repository of this name"
         )
     if not os.path.isdir(word):
         if filename is not None:
-            raise ArtifactError(f"{word}: is no folder, got filename={printable(filename)} besides; leave it out")
+            raise ArtifactError(f"{word}: is no folder, got filename={printable(filename)} in it; leave it out")
         return Path(word)
     if filename is not None:
         return Path(word, filename)

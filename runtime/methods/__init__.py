@@ -89,7 +89,9 @@ def build(name: str, options: dict[str, Any]) -> Method:
         ValueError: for an unknown method or option (the message has the closest known one), or a value that is out of range.
     """
     if "corrections" in options and getattr(method_class(name), "own_corrections", False):
-        raise ValueError(f"method '{name}' has options of its own for what `corrections` asks for; give it these")
+        raise ValueError(
+            f"method '{name}' has options of its own for corrections and takes no `corrections`; use its own"
+        )
     own = {option: value for option, value in options.items() if option != "corrections"}
     _check_options(own, options_of(name), f"method '{name}'")
     if isinstance(own.get("low"), Mapping) and "method" in own["low"]:

@@ -237,7 +237,7 @@ class _Bound:
         form = codec.residual_form(self.artifact.fingerprint["head_dim"])
         if form is None:
             raise ValueError(
-                f"corrections with statistics='calibrated' have no bases for what {type(codec).__name__} gets wrong; use "
+                f"corrections with statistics='calibrated' have no bases for the errors of {type(codec).__name__}; use "
                 "rank=0 or statistics='prompt'"
             )
         name = f"{role}.residual.{form}"

@@ -135,8 +135,8 @@ class Csr(Method):
             raise ValueError(f"{option}={chunks} does not divide {head_dim} channels; use a divisor")
         if pairs % chunks:
             raise ValueError(
-                f"sparsity={pairs} pairs do not share out over {chunks} chunks of a {role.removesuffix('s')}; use a multiple "
-                f"of {chunks}"
+                f"sparsity={pairs} pairs cannot be divided evenly among {chunks} chunks of a {role.removesuffix('s')}; "
+                f"use a multiple of {chunks}"
             )
         if offline is not None and head_dim // chunks != offline.tensor.shape[1]:
             raise ValueError(
@@ -182,7 +182,9 @@ class Csr(Method):
         pairs = [of_streams(name, sparsity, check) for sparsity in given]
         for more, fewer in pairwise(pairs):
             if more == fewer or more.keys < fewer.keys or more.values < fewer.values:
-                raise ValueError(f"tiers must lose pairs from one to the next, got {given}; put the most precise first")
+                raise ValueError(
+                    f"each of tiers must have fewer pairs than the one before, got {given}; put the most precise first"
+                )
         return pairs, [tier[1] for tier in tiers]
 
     def _check_number(self, name: str, wanted: str, least: int, most: int = MOST) -> None:

@@ -122,7 +122,8 @@ class Klt(Method):
                 check_whole(name, number, least, f"a whole number from {least}", most=most)
         if (self.bytes is None) != (self.context is None):
             raise ValueError(
-                f"bytes={self.bytes} and context={self.context}: a budget in bytes is one of so many tokens; give both or neither"
+                f"bytes={self.bytes} and context={self.context}: a budget in bytes is for a context of so "
+                "many tokens; give both or neither"
             )
         if self.tiers is not None and self.window:
             raise ValueError(
@@ -135,12 +136,12 @@ class Klt(Method):
                 check_flag(name, getattr(self, name))
         if self.predict and self.size is False:
             raise ValueError(
-                "predict=True with size=False: what keys leave of values was measured with sizes; leave size out"
+                "predict=True with size=False: the fit measured predicted values only with sizes; leave size out"
             )
         wanted = next((name for name in ("size", "predict") if getattr(self, name)), None)
         if wanted and self.rope == "after":
             raise ValueError(
-                f"{wanted}=True with rope='after': sizes were measured of keys before RoPE; leave rope out"
+                f"{wanted}=True with rope='after': the fit measures sizes only for keys before RoPE; leave rope out"
             )
         check_choice("probes", self.probes, ("random+recent", "random", "recent", "all"))
         self._bits_and_shares()
@@ -222,7 +223,7 @@ class Klt(Method):
         rope = coding_of(artifact, self.rope).rope
         if rope == "after" and (self.size or self.predict):
             raise ValueError(
-                f"{'size' if self.size else 'predict'}=True: the artifact has no keys before RoPE, of which sizes are measured; "
+                f"{'size' if self.size else 'predict'}=True: the artifact has no statistics of keys before RoPE, which this needs; "
                 "leave it out"
             )
         predict = artifact.has(f"{PREDICTED}.errors") if self.predict is None else self.predict
@@ -274,7 +275,7 @@ class Klt(Method):
                 raise ValueError(f"tiers: bits must be a number above 0, at most 8, got {printable(bits)}")
         if any(one[0] <= other[0] for one, other in pairwise(tiers)):
             raise ValueError(
-                f"tiers must lose bits from one to the next, got {[t[0] for t in tiers]}; put the most precise first"
+                f"each of tiers must have fewer bits than the one before, got {[t[0] for t in tiers]}; put the most precise first"
             )
         return [(bits, share) for bits, share in tiers]
 
@@ -294,7 +295,7 @@ def _warn_without(artifact: Artifact, stream: str) -> None:
         _told.add(artifact)
         predicted = stream == PREDICTED
         does, remedy = (
-            ("predicts no values", "predict=False") if predicted else ("codes components alone", "size=False")
+            ("predicts no values", "predict=False") if predicted else ("codes components without sizes", "size=False")
         )
         warnings.warn(
             f"the artifact has no tensors '{stream}.*', so klt {does} and loses more at the same bits; "

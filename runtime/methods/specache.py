@@ -72,7 +72,8 @@ class SpeCache(Method):
         for name in ("bits", "group", "residual", "clip", "basis", "key_bias"):
             if getattr(self, name) != own[name]:
                 raise ValueError(
-                    f"{name}={printable(getattr(self, name))} is an option of the usual low-bit copy; say it within `low`"
+                    f"{name}={printable(getattr(self, name))} is an option of the default low-bit copy, "
+                    "which `low` replaces; give it within `low`"
                 )
 
     def _kivi(self, artifact: Artifact | None) -> Kivi:
@@ -101,8 +102,10 @@ class SpeCache(Method):
 def check_keeps_all(plan: Plan, method: str) -> None:
     """Raises ValueError if the plan of `method` cannot be a low-bit copy: its tokens are in host memory, or it evicts some."""
     if plan.on_host:
-        raise ValueError(f"low: {method} lies on the host itself; use a method that keeps every token on the device")
+        raise ValueError(
+            f"low: {method} keeps its own tokens in host memory; use a method that keeps every token on the device"
+        )
     if plan.evicts:
         raise ValueError(
-            f"low: {method} drops tokens, and what is dropped has no score; use a method that keeps them all"
+            f"low: {method} drops tokens, and the low-bit copy must score every token; use a method that keeps them all"
         )

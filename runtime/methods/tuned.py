@@ -52,7 +52,7 @@ class Choice:
         """Returns all options of a layer; raises ValueError if nothing was chosen for it."""
         own = self.layers[layer]
         if own is None:
-            raise ValueError(f"nothing was chosen for layer {layer}, which is compressed here; {REMEDY}")
+            raise ValueError(f"the artifact has no tuned options for layer {layer}, which is compressed here; {REMEDY}")
         return {**self.options, **own}
 
 
@@ -150,8 +150,8 @@ def check_one_sequence_state(plans: Mapping[int, Plan]) -> None:
     for layer, other in others:
         if _sequence_state_of(other) != _sequence_state_of(plan):
             raise ValueError(
-                f"the options of layer {layer} put other numbers of tokens into windows and tiers than those of layer {first}, "
-                f"and all layers share one count of that; {REMEDY}"
+                f"the options of layers {first} and {layer} keep different numbers of tokens in windows and tiers, and all layers "
+                f"must keep the same; {REMEDY}"
             )
 
 
@@ -181,5 +181,5 @@ def _checked(entry: Any, layers: int) -> Choice:
     for name, fits in good.items():
         if not fits:
             wanted = f", expected one entry for each of {layers} layers" if name == "layers" else ""
-            raise ArtifactError(f"{where}: its {name} cannot be followed{wanted}; {REMEDY}")
+            raise ArtifactError(f"{where}: its field '{name}' is malformed{wanted}; {REMEDY}")
     return choice

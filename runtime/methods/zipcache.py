@@ -137,7 +137,9 @@ class ZipCache(Method):
             raise ValueError(f"tiers: only the last may be evicted (0 bits, keys and values), got {said}; put it last")
         for one, other in pairwise(widths):
             if one == other or any(before < after for before, after in zip(one, other, strict=True)):
-                raise ValueError(f"tiers must lose bits from one to the next, got {said}; put the most precise first")
+                raise ValueError(
+                    f"each of tiers must have fewer bits than the one before, got {said}; put the most precise first"
+                )
         if self.ratio is not None:
             if type(self.ratio) not in (float, int) or not 0 <= self.ratio <= 1:
                 raise ValueError(f"ratio must be a number from 0 to 1, got {printable(self.ratio)}")

@@ -94,7 +94,7 @@ class FetchedPool:
         ends = torch.tensor(lengths, device=held.device)[:, None]
         twice = (held[..., 1:] == held[..., :-1]) & (held[..., 1:] != EMPTY)
         if bool((held[..., 0] < EMPTY).any() | (held[..., -1] >= ends).any() | twice.any()):
-            raise StateError("'positions' of fetched tokens are not those of the row's, each once")
+            raise StateError("'positions' of fetched tokens are outside their row or occur twice")
 
     def bytes(self) -> int:
         """Bytes of the entries, their positions and the counter, from shapes."""

@@ -33,8 +33,8 @@ class Speculator:
         for layer in self.others:
             if isinstance(layer, LinearAttentionCacheLayerMixin):
                 raise ValueError(
-                    "every step would take a speculative token along, and recurrent layers of this model "
-                    f"({type(layer).__name__}) keep it in their states; pass speculative=False"
+                    "every step would also process a speculative token, and recurrent layers of this model "
+                    f"({type(layer).__name__}) cannot remove it from their states; pass speculative=False"
                 )
         self.tokens: Tensor | None = None
         self._taken_along = self._first_is_under_way = False

@@ -161,7 +161,7 @@ class PageTable(PageNumbers):
             raise StateError(f"pages of {len(held)} rows, expected {len(needed)}")
         held = [wholes({"pages": pages}, "pages", least=EMPTY) for pages in held]
         if max((page for pages in held for page in pages), default=EMPTY) >= capacity:
-            raise StateError(f"page numbers beyond the {capacity} that there are")
+            raise StateError(f"page numbers beyond the capacity of {capacity} pages")
         if self.page_tokens != self.most and max((count for count, _ in needed), default=0) > 1:
             raise StateError(f"pages of {self.page_tokens} tokens where a row has several, expected {self.most}")
         found: dict[int, int] = {}  # a shared page has the same index in all its rows
@@ -170,7 +170,9 @@ class PageTable(PageNumbers):
                 raise StateError(f"row {row} has the pages {printable(pages)}, expected {count} for its tokens")
             for position, page in enumerate(pages):
                 if page != EMPTY and found.setdefault(page, position) != position:
-                    raise StateError(f"page {page} is in two places, {found[page]} and {position}, expected one")
+                    raise StateError(
+                        f"page {page} is listed at index {found[page]} and at index {position}, expected one index"
+                    )
         self.rows, self.capacity, self._holders = held, capacity, [0] * capacity
         for page in (page for pages in held for page in pages if page != EMPTY):
             self._holders[page] += 1

@@ -142,7 +142,9 @@ class PagePool:
         """Fills the pool from `state`, which has `capacity` pages of `page_tokens` slots. Raises StateError for other fields or
         shapes."""
         if state.keys() != self.fields.keys():
-            raise StateError(f"pages of {printable(sorted(state))}, expected {printable(sorted(self.fields))}")
+            raise StateError(
+                f"pages have the fields {printable(sorted(state))}, expected {printable(sorted(self.fields))}"
+            )
         if not capacity:
             self.grow(0, page_tokens)
             return

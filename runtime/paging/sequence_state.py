@@ -23,7 +23,7 @@ from calib.runtime.paging.page_numbers import PAGE_TOKENS
 from calib.runtime.paging.pages import GROWTH, PageTable
 from calib.runtime.tape.taped_steps import TapedSteps
 
-INTERRUPTED = "the last forward was interrupted and layers disagree on what they hold; call cache.reset()"
+INTERRUPTED = "the last forward was interrupted, so layers may hold different tokens; call cache.reset()"
 
 
 class SequenceState(ABC):
@@ -150,7 +150,7 @@ class SequenceState(ABC):
         counts, columns = self._real_columns(width, mask)
         if self.speculating and columns is not None:
             raise ValueError(
-                f"a speculative token follows real tokens of every row, got {counts} of {width}; leave the padded ones out"
+                f"a step with a speculative token takes no padding, got {counts} real tokens of {width} by row; leave padding out"
             )
         ids = None if self.ids is None else self.ids[:, :width]
         forward = Forward(

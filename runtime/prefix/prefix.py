@@ -71,7 +71,9 @@ def save(
     """
     model = None if cache.origin.model is None else cache.origin.model()
     if model is None:
-        raise PrefixError(f"{path}: the model of this cache is gone, and a prefix says whose it is; save it before")
+        raise PrefixError(
+            f"{path}: the model of this cache was deleted, and its fingerprint goes into the file; save before"
+        )
     cache.sequences.confirm()
     if not any(cache.sequences.lengths):
         raise PrefixError(f"{path}: the cache holds no tokens; run a prompt through the model first")

@@ -43,10 +43,12 @@ def save(cache: "CompressedCache", model: PreTrainedModel, bits: float) -> tuple
         )
     if sliding is not None and max(lengths) >= sliding:
         raise StateError(
-            f"a row has {max(lengths)} tokens, and behind the sliding window of {sliding} they are gone; {WITHOUT}"
+            f"a row has {max(lengths)} tokens, and those before the sliding window of {sliding} are not kept; {WITHOUT}"
         )
     if not all(lengths):
-        raise StateError(f"rows of {printable(lengths)} tokens, and storage_bits needs one in each; {WITHOUT}")
+        raise StateError(
+            f"rows have {printable(lengths)} tokens, and storage_bits needs at least one in each; {WITHOUT}"
+        )
     codec = _codec(cache, model, bits)
     chunks: State = {str(row): codec.encode(_chunk(cache, codec, row), 0) for row in range(len(lengths))}
     return {"rows": {"lengths": lengths}, "seen": cache.get_seq_length(), CHUNKS: chunks}, _meaning(codec)
@@ -66,7 +68,7 @@ def fill(
     rows = _chunks(cache, model, branch(state, CHUNKS), meaning, lengths)
     longest = max(lengths)
     if seen < longest:
-        raise StateError(f"{seen} columns of rows of {printable(lengths)} tokens, expected no fewer; {AGAIN}")
+        raise StateError(f"'seen' is {seen}, expected at least each row's {printable(lengths)} tokens; {AGAIN}")
     real = torch.arange(longest) >= longest - torch.tensor(lengths)[:, None]
     for number, layer in enumerate(cache.compressed):
         keys, values = (part.new_zeros(len(rows), part.shape[1], longest, part.shape[3]) for part in like(number))
@@ -80,7 +82,7 @@ def _check_takes(cache: "CompressedCache", stores: Iterable[Store], remedy: str)
     """Raises StateError if a store needs queries to store tokens."""
     if any(store.observes for store in stores):
         raise StateError(
-            f"{cache.method} decides by queries what it stores, and the file has keys and values alone; {remedy}"
+            f"{cache.method} chooses by queries what it stores, and a file of storage_bits has no queries; {remedy}"
         )
 
 
@@ -98,8 +100,8 @@ def _codec(cache: "CompressedCache", model: PreTrainedModel, bits: float, blob: 
     layers = artifact.fingerprint["layers"]
     if not len(cache.compressed) == len(cache.layers) == layers:
         raise StateError(
-            f"{len(cache.compressed)} of {layers} layers are compressed, and storage_bits stores those of a model without sliding "
-            f"layers beside others; {WITHOUT}"
+            f"{len(cache.compressed)} of {layers} layers are compressed, and storage_bits needs a model in which all are (no "
+            f"sliding or recurrent layers beside others); {WITHOUT}"
         )
     rotation = Rotation.of(model, WITHOUT)
     if blob is None:
@@ -136,7 +138,9 @@ def _chunks(
 ) -> list[Tensor]:
     """The decoded chunk of each row, `[2, layers, tokens, kv_heads, head_dim]` in host memory. Raises ValueError."""
     if not lengths or len(blobs) != len(lengths):
-        raise StateError(f"{len(blobs)} chunks of rows of {printable(lengths)} tokens, expected one of each; {AGAIN}")
+        raise StateError(
+            f"{len(blobs)} chunks for rows of {printable(lengths)} tokens, expected one chunk a row; {AGAIN}"
+        )
     chunks = [fitting(blobs, str(row), torch.uint8, [None]) for row in range(len(lengths))]
     first = Header.read(chunks[0])
     codec = _codec(cache, model, first.bits, first)

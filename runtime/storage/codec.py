@@ -179,16 +179,16 @@ class Codec:
         check_flag("entropy", entropy)
         if entropy and profile != "storage":
             raise ValueError(
-                f"entropy=True with profile={profile!r}: it codes that of 'storage', of all heads and of an artifact of "
+                f"entropy=True with profile={profile!r}: it needs profile 'storage', and so all heads and an artifact of "
                 "`calib fit --model.storage true`; leave it out"
             )
         if entropy and fixed_size:
             raise ValueError(
-                "entropy=True with fixed_size=True: its blobs have sizes of their own; leave one of them out"
+                "entropy=True with fixed_size=True: entropy-coded blobs differ in size; leave one of them out"
             )
         if coding_of(artifact).rope != "before":
             raise ValueError(
-                "the artifact has no keys before RoPE, which stored chunks are made of; fit a model whose RoPE can be unrotated"
+                "the artifact has no statistics of keys before RoPE, which chunks store; fit a model whose RoPE can be undone"
             )
         return cls(
             artifact, klt, chosen, rotation_of(artifact) if rotation is None else rotation, fixed_size, profile, entropy

@@ -127,7 +127,7 @@ class EntropyCoder:
             for model, fields in self._models:
                 rows[fields] = torch.from_numpy(coder.decode(model, len(fields) * tokens)).view(-1, tokens)
         except AssertionError as error:  # what constriction raises for bytes that no numbers have
-            raise BlobError(f"the blob's codes are those of no chunk; {AGAIN}") from error
+            raise BlobError(f"the blob's codes cannot be decoded; {AGAIN}") from error
         parts = rows.T.split([len(own.widths) for own in self.fields], -1)
         return torch.cat([own.packed(part).flatten() for own, part in zip(self.fields, parts, strict=True)])
 

@@ -45,11 +45,13 @@ def profile_of(asked: str | None, artifact: Artifact, klt: Klt, heads: range) ->
     check_choice("profile", asked, PROFILES)
     if asked == "storage" and not whole:
         raise ValueError(
-            f"profile='storage' with heads={heads}: its bases are of all KV heads of a layer, "
-            f"{range(artifact.fingerprint['kv_heads'])}; a rank's own take profile='heads'"
+            f"profile='storage' with heads={heads}: its bases cover all KV heads of a layer, "
+            f"{range(artifact.fingerprint['kv_heads'])}; for the heads of one rank use profile='heads'"
         )
     if asked == "storage" and (klt.size is False or klt.predict is False):
-        raise ValueError(f"profile='storage' with size={klt.size}, predict={klt.predict}: it has both; leave them out")
+        raise ValueError(
+            f"profile='storage' with size={klt.size}, predict={klt.predict}: it always uses both; leave them out"
+        )
     if asked == "storage" and klt.trellis:
         raise ValueError("profile='storage' with trellis=True: its levels are uniform; leave one of them out")
     if asked == "storage":

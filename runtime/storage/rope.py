@@ -36,7 +36,7 @@ def rotation_of(artifact: Artifact) -> Rotation:
     rotation = Rotation.of(_embedding(config), REMEDY)
     if 2 * len(rotation.frequencies) > fingerprint["head_dim"]:
         raise ArtifactError(
-            f"the artifact's configuration rotates {2 * len(rotation.frequencies)} channels of {fingerprint['head_dim']}; {REMEDY}"
+            f"the artifact's RoPE rotates {2 * len(rotation.frequencies)} channels, head_dim is {fingerprint['head_dim']}; {REMEDY}"
         )
     return rotation
 
@@ -54,7 +54,8 @@ def _config(fingerprint: Mapping[str, Any]) -> PreTrainedConfig:
     except Exception as error:  # a configuration's class may raise anything for unknown fields
         reason = shortened(" ".join(str(error).split()), LONGEST)
         raise ArtifactError(
-            f"transformers makes no configuration of architecture {printable(fingerprint['architecture'])} ({reason}); {REMEDY}"
+            f"transformers cannot make a configuration of architecture "
+            f"{printable(fingerprint['architecture'])} ({reason}); {REMEDY}"
         ) from error
 
 

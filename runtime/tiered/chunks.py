@@ -265,7 +265,7 @@ class ChunkStore(TieredStore):
         """Encodes one chunk of each row, all equally long, `[len(rows), kv_heads, n, D]`."""
         if self.plan.measured is not None and max(chunk.stop for chunk in chunks) > self.plan.measured:
             warnings.warn(
-                f"keys are coded beyond position {self.plan.measured}, where nothing was measured of them, and will be far off; "
+                f"keys are encoded beyond position {self.plan.measured}, the last that the fit measured, with large errors; "
                 "fit with --data.positions, or use rope='before'",
                 stacklevel=2,
             )

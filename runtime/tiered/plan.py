@@ -177,11 +177,11 @@ class TieredPlan(Plan):
         if self.saliency is not None and self.saliency.by_neighbours and not self.tiering.scores_in_order:
             raise ValueError(
                 f"saliency: {type(self.saliency).__name__} needs tokens in their order, and {type(self.tiering).__name__} scores "
-                "them in any; use it with PromptBudget, or Accumulated here"
+                "them in any order; use it with PromptBudget, or Accumulated here"
             )
         if self.saliency is not None and self.saliency.newest is not None and self.tiering.shortest_chunk is not None:
             raise ValueError(
-                f"saliency: {type(self.saliency).__name__} looks at the newest query alone, and chunks are scored by probes; use "
+                f"saliency: {type(self.saliency).__name__} scores by the newest query alone, and chunks are scored by probes; use "
                 "it with a budget, or Normalised here"
             )
         for tier in self.tiers:

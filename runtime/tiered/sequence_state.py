@@ -262,7 +262,7 @@ class TieredSequenceState(SequenceState):
         )
         if not fits:
             raise StateError(
-                f"prompts of {printable(self.prompts)} tokens, expected the first of each row's {printable(self.lengths)}"
+                f"prompts have {printable(self.prompts)} tokens, expected at most each row's {printable(self.lengths)}"
             )
 
     def pages_of(self, row: int, length: int) -> tuple[int, ...]:

@@ -82,4 +82,4 @@ def _check(found: Tensor, below: int, what: str) -> None:
     if found.numel():
         least, most = (int(end) for end in found.aminmax())
         if least < 0 or most >= below:
-            raise StateError(f"{what} are {printable((least, most))} at the ends, expected 0 ... {below - 1}")
+            raise StateError(f"{what} range from {printable(least)} to {printable(most)}, expected 0 ... {below - 1}")

@@ -177,7 +177,11 @@ def test_a_wrong_option_is_one_line_and_status_2(capsys, option, message):
         ("keys.residual.*x1.4", torch.zeros(2, 2, 9, 8), r"expected torch.float32 \[2, 2, 8, 8\]"),
         ("values.residual.odd.8", torch.eye(8), "expected torch.float32"),
         *(
-            (f"keys.residual.{rest}", torch.eye(8)[:3].expand(2, 2, 3, 8), r"is of no bit width, expected FORM\.BITS")
+            (
+                f"keys.residual.{rest}",
+                torch.eye(8)[:3].expand(2, 2, 3, 8),
+                r"has no valid bit width in its name, expected FORM\.BITS",
+            )
             for rest in ("", "*x1", "4", ".4", *(f"*x1.{bits}" for bits in NO_BITS))
         ),
     ],

@@ -169,12 +169,16 @@ def with_record(**changes):
     ("changes", "asked", "told"),
     [
         ({"version": 2}, {"tuned": 2.5}, "provenance.tuned has version 2, expected 1; write it anew with `calib tune`"),
-        ({"layers": [{}]}, {"tuned": 2.5}, "its layers cannot be followed, expected one entry for each of 3 layers"),
-        ({"layers": [{}, {}, 3]}, {"tuned": 2.5}, "its layers cannot be followed"),
-        ({"options": 3}, {"tuned": 2.5}, "its options cannot be followed"),
+        ({"layers": [{}]}, {"tuned": 2.5}, "its field 'layers' is malformed, expected one entry for each of 3 layers"),
+        ({"layers": [{}, {}, 3]}, {"tuned": 2.5}, "its field 'layers' is malformed"),
+        ({"options": 3}, {"tuned": 2.5}, "its field 'options' is malformed"),
         ({"more": 3}, {"tuned": 2.5}, "expected ['budget', 'layers'"),
-        ({"layers": [{}, None, {}]}, {"tuned": 2.5}, "nothing was chosen for layer 1"),
-        ({"layers": [{}, {"residual": 64}, {}]}, {"tuned": 2.5}, "the options of layer 1 put other numbers of tokens"),
+        ({"layers": [{}, None, {}]}, {"tuned": 2.5}, "the artifact has no tuned options for layer 1"),
+        (
+            {"layers": [{}, {"residual": 64}, {}]},
+            {"tuned": 2.5},
+            "the options of layers 0 and 1 keep different numbers of tokens",
+        ),
         (
             {"layers": [{}, {"bit": 64}, {}]},
             {"tuned": 2.5},

@@ -60,8 +60,9 @@ def test_predictions_that_go_with_no_keys_are_refused():
     artifact = toy_artifact(model, tensors=tensors)
     with pytest.raises(ArtifactError) as caught:
         compress(model, "klt", artifact=artifact, bits=2, size=True, predict=True)
-    assert "'values.klt.predicted.matrix' does not go with its keys at layer 0: it predicts values up to" in message(
-        caught
+    assert (
+        "'values.klt.predicted.matrix' does not fit the tensors of keys at layer 0: it predicts values up to"
+        in message(caught)
     )
 
 
@@ -107,7 +108,7 @@ def test_a_curve_of_one_budget_is_refused_where_it_is_read(tmp_path, capsys):
     tensors = toy_tensors()
     tensors["klt.before.loss"] = tensors["klt.before.loss"][:1].clone()
     artifact = toy_artifact(tensors=tensors)
-    with pytest.raises(ValueError, match="the fit measured the loss of 1 budget, and a loss is told between two"):
+    with pytest.raises(ValueError, match="the artifact has measured losses of 1 budgets, and interpolation needs two"):
         compress(toy_model(), "klt", artifact=artifact, loss=0.1)
     artifact.save(tmp_path / "a")
     assert main(["inspect", str(tmp_path / "a")]) == 0
@@ -139,10 +140,10 @@ def test_a_basis_that_cannot_be_inverted_is_refused(change, stem):
 @pytest.mark.parametrize(
     ("kinds", "factor", "said"),
     [
-        (("basis",), 1e-17, "reach of its steps, in channels"),
-        (("steps",), 1e11, "reach of its steps, in channels"),
-        (("basis", "steps"), 1e-7, "deviation of a channel, by its errors"),
-        (("steps",), 1e-18, "deviation of a channel, in steps"),
+        (("basis",), 1e-17, "range of a component, in channels, is"),
+        (("steps",), 1e11, "range of a component, in channels, is"),
+        (("basis", "steps"), 1e-7, "standard deviation of a channel, is"),
+        (("steps",), 1e-18, "standard deviation of a channel, in ranges of a component, is"),
     ],
 )
 def test_tensors_that_do_not_go_together_are_refused(kinds, factor, said):
@@ -150,7 +151,7 @@ def test_tensors_that_do_not_go_together_are_refused(kinds, factor, said):
     for kind in kinds:
         tensors[f"values.klt.{kind}"] *= factor
     artifact = toy_artifact(model, tensors=tensors)
-    with pytest.raises(ArtifactError, match=r"'values\.klt' do not go together at layer 0, head 0: the") as caught:
+    with pytest.raises(ArtifactError, match=r"'values\.klt' are out of range at layer 0, head 0: the") as caught:
         compress(model, "klt", artifact=artifact, bits=2, size=False)
     assert said in message(caught)
 
@@ -203,6 +204,6 @@ def test_tuned_bits_that_are_none_are_named_in_one_line(bits):
 
 @pytest.mark.parametrize("budget", [10**400, -1, 1e300, "2.5"])
 def test_a_budget_of_no_run_is_refused(budget):
-    with pytest.raises(ArtifactError, match="its budget cannot be followed") as caught:
+    with pytest.raises(ArtifactError, match="its field 'budget' is malformed") as caught:
         compress(toy_model(), "kivi", artifact=tuned({}, budget), tuned=2.5)
     message(caught)

@@ -281,7 +281,7 @@ def test_layers_of_other_shapes():
     if not hasattr(model.config, "per_layer_config"):
         pytest.skip("this release of transformers has no such configurations")
     model.config.per_layer_config = {1: {"num_key_value_heads": 1}}
-    refused_by_compress_and_fit(model, r"of another shape from layer to layer \(num_key_value_heads\)")
+    refused_by_compress_and_fit(model, r"has layers with different attention shapes \(num_key_value_heads\)")
 
 
 def test_layers_that_share_keys_and_values():

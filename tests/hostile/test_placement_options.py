@@ -30,7 +30,7 @@ def refused(model, method: str, options: dict) -> str:
 
 LOW = "low must be a mapping such as {method: csr, sparsity: 8}"
 EVICTS = ["drops tokens", "keeps them all"]
-APART = ["lies on the host itself", "keeps every token on the device"]
+APART = ["keeps its own tokens in host memory", "keeps every token on the device"]
 SPECACHE = [
     *(({"k": wrong}, ["k must be a whole number of tokens, at least 0", repr(wrong), "64"]) for wrong in NO_COUNT),
     *(

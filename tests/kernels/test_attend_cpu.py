@@ -167,9 +167,9 @@ def test_what_c_does_not_serve_goes_by_plain_torch(monkeypatch):
 @there
 def test_blocks_that_do_not_make_up_the_tokens_are_refused():
     words, scales = tile(2, 64, 100), drawn(2, 3, 3, 64)
-    with pytest.raises(ValueError, match="100 tokens in blocks of 33 have not 3 scales"):
+    with pytest.raises(ValueError, match="got 3 scales for 100 tokens in blocks of 33"):
         cpu.code_scores(drawn(2, 3, 3, 64), words, 2, block=33, scales=scales)
-    with pytest.raises(ValueError, match="100 tokens in blocks of 32 have not 3 scales"):
+    with pytest.raises(ValueError, match="got 3 scales for 100 tokens in blocks of 32"):
         cpu.code_mix(drawn(2, 3, 1, 3, 100), words, 2, 64, block=32, scales=scales)
 
 

@@ -93,7 +93,7 @@ def test_what_a_segment_shares_is_refused_where_there_are_none(codec):
     basis = LowRank(2, basis=torch.eye(CHANNELS)[:4].expand(HEADS, 4, CHANNELS))
     for parts in ((Outliers(0.1, "tokens"), None), (Outliers(0.1, "matrix"), None), (None, LowRank(2)),
                   (Outliers(0.1, "channels", True), None), (None, LowRank(2, True))):  # fmt: skip
-        with pytest.raises(ValueError, match=r"belong to a whole segment.*statistics='calibrated'"):
+        with pytest.raises(ValueError, match=r"computed over a whole segment.*statistics='calibrated'"):
             Corrected(codec, *parts).fields(CHANNELS, torch.float32)
     one = Corrected(codec, Outliers(0.2, "channels"), basis)
     x = tokens("normal", 2, 7, 1)

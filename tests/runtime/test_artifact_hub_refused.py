@@ -59,7 +59,7 @@ def refused(caplog, action) -> str:
         ("missing.safetensors", {"revision": "v9"}, ["no such file"]),
         ("../missing", {}, ["no such file"]),
         (".", {}, ["holds no calib.safetensors", "calib fit"]),
-        (".", {"revision": "main"}, ["exists here", "revision='main'"]),
+        (".", {"revision": "main"}, ["is a local path, which has no revisions", "revision='main'"]),
         ("file", {"filename": "x"}, ["is no folder", "filename='x'"]),
     ],
 )

@@ -140,6 +140,7 @@ def test_statistics_of_channels_are_refused_beside_a_rotation():
                     model, method, artifact=artifact, basis="hadamard", corrections={**more, "statistics": "calibrated"}
                 )
     with pytest.raises(
-        ValueError, match=r"basis='hadamard' is an option of the usual low-bit copy; say it within `low`"
+        ValueError,
+        match=r"basis='hadamard' is an option of the default low-bit copy, which `low` replaces; give it within `low`",
     ):
         compress(model, "specache", basis="hadamard", low={"method": "rtn"})

@@ -78,5 +78,5 @@ def test_one_set_is_the_same_tokens_in_every_head(kind):
 def test_chunks_are_not_scored_by_the_newest_query():
     stages = TierStages(Identity(), Exact())
     plan = TieredPlan((TierPlan(stages, stages),), RatioTiers((1.0,), 8), LastQuery())
-    with pytest.raises(ValueError, match="LastQuery looks at the newest query alone"):
+    with pytest.raises(ValueError, match="LastQuery scores by the newest query alone"):
         plan.check(64, torch.float32)

@@ -139,5 +139,5 @@ def test_numbers_of_several_types_are_one_copy():
         for tensor, ((_, dtype), numbers) in zip(settled, asked.items(), strict=True):
             assert torch.equal(tensor, torch.tensor(numbers(step), dtype=dtype))
             assert tensor.storage_offset() * tensor.element_size() % graph_inputs.ALIGNED == 0
-    with pytest.raises(graph_inputs.NotRecordableError, match="'lengths' were not asked for"):
+    with pytest.raises(graph_inputs.NotRecordableError, match="the step needs the input 'lengths'"):
         inputs.tensor("lengths", lambda step: [step], torch.int64, cpu, 3)

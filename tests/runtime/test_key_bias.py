@@ -257,7 +257,7 @@ def test_where_kernels_read_pages_a_folded_bias_is_read_without_them(model, monk
     monkeypatch.setenv("CALIB_KERNELS", "triton")
     monkeypatch.setattr(unserved, "_told", set())
     with pytest.warns(
-        UserWarning, match="no kernel gives a folded bias back: attention reads pages tile by tile"
+        UserWarning, match="no kernel supports key_bias='folded': attention reads pages tile by tile"
     ) as told:
         found = [logits_behind(model, ids, 55, **asked) for _ in range(2)]
     assert [one.filename for one in told if "folded bias" in str(one.message)] == [__file__]
@@ -282,8 +282,8 @@ def test_replayed_steps(model, name, monkeypatch):
 def test_what_is_refused(model):
     wrong = [
         (model, {"method": "rtn", "key_bias": "gone"}, "key_bias must be one of kept, folded, got 'gone'"),
-        (random_model("llama"), {"method": "kivi"}, "no bias of keys in layer 0, and key_bias='folded' takes it off; use"),
-        (random_model("qwen3", attention_bias=True), {"method": "rtn"}, r"normalises keys \(k_norm\) behind their bias"),
+        (random_model("llama"), {"method": "kivi"}, "no bias of keys in layer 0 for key_bias='folded' to subtract; use"),
+        (random_model("qwen3", attention_bias=True), {"method": "rtn"}, r"normalises keys \(k_norm\) after adding their bias"),
         (
             biased_model(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}),
             {"method": "rtn"},
@@ -294,7 +294,7 @@ def test_what_is_refused(model):
             {"method": "rtn"},
             "has 0 key projections k_proj in layer 0, expected one; use key_bias='kept'",
         ),
-        (model, {"method": "specache", "low": {"method": "rtn"}}, "key_bias='folded' is an option of the usual low-bit copy"),
+        (model, {"method": "specache", "low": {"method": "rtn"}}, "key_bias='folded' is an option of the default low-bit copy"),
     ]  # fmt: skip
     for asked, options, told in wrong:
         before = asked.config._attn_implementation

@@ -339,7 +339,7 @@ def test_positions_beyond_those_that_were_measured_are_told(model, artifact):
 
     (line,) = told({"length": 64}, "after", 100)
     assert line == (
-        "keys are coded beyond position 64, where nothing was measured of them, and will be far off; "
+        "keys are encoded beyond position 64, the last that the fit measured, with large errors; "
         "fit with --data.positions, or use rope='before'"
     )
     assert told({"length": 64, "positions": 100}, "after", 101) and not told({"length": 64}, "before", 100)
@@ -355,14 +355,17 @@ def test_positions_beyond_those_that_were_measured_are_told(model, artifact):
         ({"bits": 9, "size": False}, r"bits must be a number from 0.25 \(a word a layer\) to 8, got 9"),
         ({"bits": 2, "loss": 0.1}, "bits and loss are both budgets; give one of them"),
         ({"loss": 9.0}, "loss=9 is outside what the fit measured, 0.0005 ... 0.3 nats a token"),
-        ({"bytes": 10**6}, "bytes=1000000 and context=None: a budget in bytes is one of so many tokens"),
+        ({"bytes": 10**6}, "bytes=1000000 and context=None: a budget in bytes is for a context of so many tokens"),
         ({"bytes": 100, "context": 1000}, "bytes=100 is less than 1 x 1000 tokens take at 0.25 bits"),
         ({"sinks": -1}, "sinks must be a whole number from 0, got -1"),
         ({"size": "yes"}, "size must be True or False, got 'yes'"),
         ({"size": True, "predict": 1}, "predict must be True or False, got 1"),
         ({"size": False, "predict": True}, "predict=True with size=False"),
-        ({"predict": True, "rope": "after"}, "predict=True with rope='after': sizes were measured"),
-        ({"size": True, "rope": "after"}, "size=True with rope='after': sizes were measured of keys before RoPE"),
+        ({"predict": True, "rope": "after"}, "predict=True with rope='after': the fit measures sizes only for"),
+        (
+            {"size": True, "rope": "after"},
+            "size=True with rope='after': the fit measures sizes only for keys before RoPE",
+        ),
         (
             {"size": True, "loss": 0.01},
             "loss with size, predict or trellis: the fit measured losses without them; give a budget in bits",
@@ -371,7 +374,7 @@ def test_positions_beyond_those_that_were_measured_are_told(model, artifact):
         ({"trellis": 1}, "trellis must be True or False, got 1"),
         ({"size": True, "bits": 0.3}, r"bits must be a number from 0.375 \(a word a layer\) to 8, got 0.3"),
         ({"rope": "during"}, "rope must be one of before, after, got 'during'"),
-        ({"tiers": [[1, 0.5], [2, 0.5]]}, "tiers must lose bits from one to the next"),
+        ({"tiers": [[1, 0.5], [2, 0.5]]}, "each of tiers must have fewer bits than the one before"),
         ({"tiers": [[2, 0.5], [1, 0.4]]}, "shares of tiers must add up to 1"),
         ({"tiers": [[2, 0.5], [1, 0.5]], "window": 8}, "window=8 with tiers"),
         (
@@ -431,7 +434,7 @@ def test_sizes_and_predictions_are_used_where_they_lower_the_predicted_error(art
 @pytest.mark.parametrize(
     ("options", "without", "told"),
     [
-        ({}, "klt.sized", "no tensors 'keys.klt.sized.*', so klt codes components alone"),
+        ({}, "klt.sized", "no tensors 'keys.klt.sized.*', so klt codes components without sizes"),
         ({"size": False}, "klt.sized", None),
         ({"loss": 0.3}, "klt.sized", None),  # which is without sizes in any case
         ({}, "klt.predicted", "no tensors 'values.klt.predicted.*', so klt predicts no values"),
@@ -468,7 +471,7 @@ def test_components_are_before_rope_where_the_artifact_has_such(model, artifact)
         return Artifact(tensors, artifact.fingerprint, artifact.provenance, artifact.clip_bits)
 
     with pytest.raises(
-        ValueError, match="size=True: the artifact has no keys before RoPE, of which sizes are measured"
+        ValueError, match="size=True: the artifact has no statistics of keys before RoPE, which this needs"
     ):
         Klt(size=True).plan(0, None, without("klt.before"))
     for part, options in (("klt.sized", {}), ("predicted", {"predict": True})):

@@ -108,6 +108,6 @@ def test_a_static_cache_is_refused_while_a_compressed_one_is_attached():
     model, ids = random_model("llama"), torch.arange(2, 32)[None]
     with (
         compress(model, "full"),
-        pytest.raises(ValueError, match=r"a static cache hands over 64 keys, of which 30 are there"),
+        pytest.raises(ValueError, match=r"a static cache passes 64 keys, of which only 30 are filled"),
     ):
         model(ids, past_key_values=StaticCache(config=model.config, max_cache_len=64))

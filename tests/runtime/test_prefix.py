@@ -323,7 +323,7 @@ def forged(path, target, numbers=None, tensors=None):
         ({"rows/tables/0/rows": [[0, 1]]}, {}, "pages of 1 rows, expected 2"),
         ({"rows/tables/0/rows": [[0, "1"], [2]]}, {}, "expected whole numbers from -1 on"),
         ({"rows/lengths": [150, -40]}, {}, "expected whole numbers from 0 on"),
-        ({"rows/tables/0/capacity": 1}, {}, "page numbers beyond the 1 that there are"),
+        ({"rows/tables/0/capacity": 1}, {}, "page numbers beyond the capacity of 1 pages"),
         ({"layers/0/dtype": "system"}, {}, "'system' is no floating dtype"),
         ({"layers/1/seen": None}, {}, "'seen' is absent, expected int"),
         (
@@ -336,7 +336,11 @@ def forged(path, target, numbers=None, tensors=None):
             {"layers/0/store/keys/window/tokens": torch.zeros(3, 2, 32, 32)},
             "[3, 2, 32, 32], expected torch.float32 [2, 2, 32, 32]",
         ),
-        ({}, {"layers/0/store/keys/pages/more": torch.zeros(3)}, "pages of ['more', 'words'], expected ['words']"),
+        (
+            {},
+            {"layers/0/store/keys/pages/more": torch.zeros(3)},
+            "pages have the fields ['more', 'words'], expected ['words']",
+        ),
         ({}, {"layers/0/store/keys/pages/words": torch.zeros(3, dtype=torch.int16)}, "expected torch.int16"),
     ],
 )
@@ -442,5 +446,5 @@ def test_the_model_must_be_there(tmp_path):
     cache = BY_NAME["rtn-4"].open(other)
     feed(cache, ragged(other, [12], seed=2))
     del other
-    with pytest.raises(PrefixError, match="the model of this cache is gone"):
+    with pytest.raises(PrefixError, match="the model of this cache was deleted"):
         cache.save(tmp_path / "prefix.safetensors")

@@ -230,7 +230,7 @@ def test_a_model_that_slides_throughout_within_its_window(tmp_path):
         with opened(BY_NAME[name], model) as cache, torch.no_grad():
             model(**left_padded([48, 20]), past_key_values=cache)
             with pytest.raises(
-                PrefixError, match="behind the sliding window of 48 they are gone; leave storage_bits out"
+                PrefixError, match="those before the sliding window of 48 are not kept; leave storage_bits out"
             ):
                 cache.save(path, storage_bits=4)
 
@@ -241,7 +241,7 @@ def test_a_model_that_slides_throughout_within_its_window(tmp_path):
 @pytest.mark.arithmetic
 @pytest.mark.parametrize("case", BY_QUERIES, ids=str)
 def test_methods_that_decide_by_queries_are_refused_both_ways(model, saved, case, tmp_path):
-    words = f"{case.method} decides by queries what it stores, and the file has keys and values alone"
+    words = f"{case.method} chooses by queries what it stores, and a file of storage_bits has no queries"
     with opened(case, model) as cache:
         feed(cache, rows_of(model, [40]))
         with pytest.raises(PrefixError) as error:
@@ -273,7 +273,7 @@ def test_what_cannot_be_saved_is_refused_in_a_line(model, artifact, tmp_path):
     path = tmp_path / "p"
     for case, asked, bits, words in (
         ("full", {"artifact": None}, 2, "need an artifact; pass artifact=Artifact.load"),
-        ("full", {"artifact": without_klt(artifact)}, 2, "no keys before RoPE"),
+        ("full", {"artifact": without_klt(artifact)}, 2, "no statistics of keys before RoPE"),
         ("full", {}, 0.01, "bits must be a number from"),
         ("full", {}, 9, "bits must be a number from"),
         ("full", {}, float("nan"), "bits must be a number above 0"),
@@ -305,7 +305,7 @@ def test_another_model_artifact_or_dtype_is_refused(model, artifact, saved):
     other.model.layers[0].self_attn.k_proj.weight.data[0, 0] += 1
     for own, asked, words in (
         (model, {"artifact": None}, "need an artifact"),
-        (model, {"artifact": without_klt(artifact)}, "no keys before RoPE"),
+        (model, {"artifact": without_klt(artifact)}, "no statistics of keys before RoPE"),
         (model, {"artifact": other_means(artifact)}, "the numbers that klt takes from the artifact differ"),
         (half, {}, "dtype float32, and bfloat16 is asked for"),
         (other, {}, "weights are not those"),

@@ -71,7 +71,7 @@ def test_layers_without_rope_are_not_turned(model_type, settings):
     ends = {"bos_token_id": 1, "eos_token_id": 2}
     config = AutoConfig.for_model(model_type, **shape, **heads, **ends, **settings)
     model = AutoModelForCausalLM.from_config(config)
-    with pytest.raises(ValueError, match=r"rotates nothing in layers \[1\]; use something else"):
+    with pytest.raises(ValueError, match=r"applies no RoPE in layers \[1\]; use something else"):
         Rotation.of(model, "use something else")
 
 

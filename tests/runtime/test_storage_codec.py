@@ -337,7 +337,7 @@ def test_options_that_it_refuses(artifact, options, message):
 
 
 def test_artifacts_that_it_refuses(artifact):
-    with pytest.raises(ValueError, match="the artifact has no keys before RoPE, which stored chunks are made of"):
+    with pytest.raises(ValueError, match="the artifact has no statistics of keys before RoPE, which chunks store"):
         of_artifact(without(artifact, "klt.before"))
     with pytest.raises(ArtifactError, match=r"needs tensor 'keys\.klt\.sized\.errors', which is not in this artifact"):
         of_artifact(without(artifact, "sized"), size=True)
@@ -352,7 +352,7 @@ def test_artifacts_that_it_refuses(artifact):
         of_artifact(of_rope(rope_type="dynamic", factor=2.0))
     fingerprint = {**artifact.fingerprint, "architecture": "of nobody"}
     other = Artifact(artifact.tensors, fingerprint, artifact.provenance, artifact.clip_bits)
-    with pytest.raises(ArtifactError, match="transformers makes no configuration of architecture 'of nobody'"):
+    with pytest.raises(ArtifactError, match="transformers cannot make a configuration of architecture 'of nobody'"):
         of_artifact(other)
     given = of_artifact(other, rotation=of_artifact(artifact).rotation)
     assert given.bytes_per_token == of_artifact(artifact).bytes_per_token

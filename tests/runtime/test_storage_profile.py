@@ -164,8 +164,8 @@ def test_what_it_refuses(model, artifact):
         of_artifact(artifact).encode(chunk, 0)
     for options, message in (
         ({"profile": "all"}, "profile must be one of heads, storage, got 'all'"),
-        ({"profile": "storage", "heads": range(1)}, r"bases are of all KV heads of a layer.*take profile='heads'"),
-        ({"profile": "storage", "size": False}, "it has both; leave them out"),
+        ({"profile": "storage", "heads": range(1)}, r"bases cover all KV heads of a layer.*use profile='heads'"),
+        ({"profile": "storage", "size": False}, "it always uses both; leave them out"),
         ({"profile": "storage", "trellis": True}, "its levels are uniform; leave one of them out"),
         ({"bits": 0.01}, r"bits must be a number from 0\.125 to 8, got 0\.01"),
     ):

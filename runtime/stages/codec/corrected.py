@@ -96,8 +96,8 @@ class Corrected(Codec):
             placed = part is self.outliers and self.outliers.heads is not None
             if segment is None and not placed and any(f.tokens_per_row is None or f.shared for f in own.values()):
                 raise ValueError(
-                    f"{'rank' if part is self.low_rank else 'outliers'}: their numbers belong to a whole segment, and this "
-                    "method encodes tokens one by one; use statistics='calibrated', or a method that encodes segments "
+                    f"{'rank' if part is self.low_rank else 'outliers'}: these corrections are computed over a whole segment, and "
+                    "this method encodes tokens one by one; use statistics='calibrated', or a method that encodes segments "
                     "(gear, zipcache)"
                 )
             fields |= {prefix + name: field for name, field in own.items()}

@@ -65,7 +65,9 @@ class ScaledChannels(Codec):
     ) -> dict[str, Field]:
         """`words` and `parameters` as `UniformQuant` has them, and `scales`: c, float16 (float32 when `fp32_params`)."""
         if segment is None:
-            raise ValueError("channel scales belong to a segment, and tokens come in any numbers; use MeasuredScale")
+            raise ValueError(
+                "channel scales are computed over a segment of tokens, and none is given; use MeasuredScale"
+            )
         fields = self.uniform.fields(head_dim, dtype, fp32_params, segment)
         return fields | {"scales": Field(None, head_dim, fields["parameters"].dtype, "parameters")}
 

@@ -87,7 +87,8 @@ class UniformQuant(Codec):
         if self.group is not None:
             if self.over_all_tokens and segment is None:
                 raise ValueError(
-                    f"parameters of a group over all tokens have no place in pages, got group {self.group}; give a number of tokens"
+                    f"parameters of a group over all tokens cannot be kept in pages, got group {self.group}; "
+                    "give a number of tokens"
                 )
             _, channels = self._sizes(self.token_group(), head_dim)
             dtype = torch.float32 if fp32_params else torch.float16
