@@ -88,7 +88,7 @@ SPECACHE = [
     ({"corrections": {"outliers": 2}}, ["outliers must be a share from 0 to 1, got 2"]),
     ({"corrections": {"outlier": 0.1}}, ["'outlier'", "did you mean 'outliers'?"]),
     *(
-        ({"low": {"method": "rtn"}, **own}, [f"{next(iter(own))}={next(iter(own.values()))}", "say it within `low`"])
+        ({"low": {"method": "rtn"}, **own}, [f"{next(iter(own))}={next(iter(own.values()))}", "give it within `low`"])
         for own in ({"bits": 4}, {"group": 16}, {"residual": 32}, {"clip": 0.5})
     ),
     ({"kk": 2}, ["'kk'", "'specache'", "did you mean 'k'?"]),
@@ -240,7 +240,7 @@ def test_custom_generate_decodes_one_token_at_a_time(model, options, parts):
 def test_custom_generate_is_of_this_cache(model):
     with compress(model, "specache") as cache, compress(model, "specache") as other:
         for wrong in (other, DynamicCache(config=model.config)):
-            with pytest.raises(ValueError, match="this cache's own") as error:
+            with pytest.raises(ValueError, match="works with its own cache only") as error:
                 generate(model, left_padded([30]), wrong, custom_generate=cache.custom_generate)
             assert f"{NAME}=cache" in message(error)
         assert not other.sequences.lengths and not cache.sequences.lengths

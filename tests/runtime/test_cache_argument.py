@@ -60,5 +60,5 @@ def test_custom_generate_takes_either_name(model):
         inputs = left_padded([60]) | {"max_new_tokens": 2, "do_sample": False}
         found = model.generate(**inputs, **{NAME: cache}, custom_generate=cache.custom_generate)
         assert found.shape == (1, 62)
-        with pytest.raises(ValueError, match=f"pass {NAME}=cache as well"):
+        with pytest.raises(ValueError, match=f"pass {NAME}=cache with custom_generate="):
             model.generate(**inputs, **{NAME: other}, custom_generate=cache.custom_generate)
