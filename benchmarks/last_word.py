@@ -74,7 +74,7 @@ def main() -> None:
     """Writes the task and its cases."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--text", type=Path, help="a file of running text, in place of the hub's")
+    parser.add_argument("--text", type=Path, help="a file of running text, instead of the hub's")
     parser.add_argument("--cases", type=int, default=100)
     asked = parser.parse_args()
     hub = {"name": "Salesforce/wikitext", "config": "wikitext-2-raw-v1", "split": "test"}

@@ -10,7 +10,7 @@ USAGE = """usage: calib merge SHARD [SHARD ...] [options of calib fit]
 Merge the files that `calib fit --shard K/N` has written on all machines, measure what is left, and write the artifact that one
 machine would have written. Give the options that the shards were given; --output names the artifact.
 
-  --shard K/N  measure a shard of what is left in place of all of it, and write that to --output
+  --shard K/N  measure a shard of what is left instead of all of it, and write that to --output
 
 `calib fit --help` lists the other options."""
 

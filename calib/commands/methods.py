@@ -9,7 +9,7 @@ START = """\
 Start with kivi at 4 bits: it needs no fit, and on the embedded model no task tells it from the full cache at a third of the
 memory (docs/how_to_choose.md).
     calib generate --model FOLDER --method kivi --bits 4 --prompt-file long.txt
-With a fit, klt keeps as much with fewer bits and takes a budget in place of options:
+With a fit, klt keeps as much with fewer bits and takes a budget instead of options:
     calib fit --model.path FOLDER --data.text corpus.txt
     calib generate --model FOLDER --artifact NAME.calib.safetensors --method klt --bits 2 --prompt-file long.txt
 """

@@ -128,7 +128,7 @@ def test_a_launch_by_hand():
 
 
 def test_a_page_that_is_no_whole_turn_is_read_in_whole_turns():
-    assert attended({**LOOP, "page": 80}, 800, CASE, SMALL)["turns"] == 3  # 20 turns in place of 12.5
+    assert attended({**LOOP, "page": 80}, 800, CASE, SMALL)["turns"] == 3  # 20 turns instead of 12.5
 
 
 def test_a_step_by_hand():

@@ -52,7 +52,7 @@ Earlier runs were not clean, and why is known by now:
 - Kills, seed 5: 3 fits ended by SIGINT itself, without calib's line. An interpreter with torch takes about a second to end after
   calib's last line, when its artifact is there; a SIGINT in that second ends the process itself (6 of 12 tried by hand did; a
   shell gives 130 all the same).
-- Artifacts, seed 6: `calib inspect` refused 57 damaged records of `calib tune` in one line, but with status 1 in place of 2.
+- Artifacts, seed 6: `calib inspect` refused 57 damaged records of `calib tune` in one line, but with status 1 instead of 2.
   Repaired.
 - Prefix files, seed 1: the generator changed values that later cases drew from. Repaired.
 """

@@ -138,7 +138,7 @@ def elsewhere(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "damage", "status", "line"),
     [
-        ({"hidden_size": 5120}, None, 2, "has ALiBi in place of RoPE (the 13B model)"),
+        ({"hidden_size": 5120}, None, 2, "has ALiBi instead of RoPE (the 13B model)"),
         ({"architectures": ["LlamaForCausalLM"]}, None, 2, "is of ['LlamaForCausalLM'], expected the plain weights"),
         ({"quantization_config": {"bits": 4}}, None, 2, "is quantised, expected the plain weights"),
         ({}, pickled, 2, "its weights are pickles (pytorch_model-00001-of-00002.bin), which are never opened here"),

@@ -119,7 +119,7 @@ def test_a_cache_is_saved_as_it_decodes(model, artifact, case, tmp_path):
         chunks = [read_back(cache, row) for row in range(3)]
         exact = case.on_host or case.method == "full"
         assert not exact or all(torch.equal(chunk, chunk_of(row)) for chunk, row in zip(chunks, fed, strict=True))
-        if not case.on_host:  # which attend to exact pairs in place of what the device has
+        if not case.on_host:  # which attend to exact pairs instead of what the device has
             asked = rows_of(model, [1, 1, 1], seed=70)
             for layer, outputs in enumerate(feed(cache, asked)):
                 for row, output in enumerate(outputs):

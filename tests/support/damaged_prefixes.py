@@ -33,7 +33,7 @@ def floats(file: File, draw: Random) -> None:
 
 
 def bits(file: File, draw: Random) -> None:
-    """Random bits in place of codes and indices, or of anything."""
+    """Random bits instead of codes and indices, or of anything."""
     chosen = draw.choice(sorted(name for name, tensor in file.tensors.items() if tensor.numel()))
     tensor = file.tensors[chosen]
     if tensor.is_floating_point() and draw.random() < 0.5:

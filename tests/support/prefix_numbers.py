@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from saved_prefixes import File
 
-# One number that a file may say in place of another.
+# One number that a file may say instead of another.
 NUMBERS: list[Any] = [
     *(-1, 0, 1, 2, 3, 7, 31, 127, 128, 129, 10**3, 10**6, 10**12, 2**31 - 1, 2**31, 2**63 - 1, 2**63, 2**70, -(2**63)),
     *(

@@ -90,7 +90,7 @@ class CsrLayer(Coded):
 
 
 class CsrTiers(Coded, ZipCache):
-    """Tiers by saliency as ZipCache has them, s pairs in place of bits; one dictionary, from the first chunk."""
+    """Tiers by saliency as ZipCache has them, s pairs instead of bits; one dictionary, from the first chunk."""
 
     def __init__(self, spec: Spec, coders: tuple[Coder, Coder], layer: int) -> None:
         assert spec.tiers is not None

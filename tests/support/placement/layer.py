@@ -129,7 +129,7 @@ class SpeCacheRow(Row):
         return self.candidates(token_scores(probabilities), packed, self.length)
 
     def output(self, query: Tensor, keys: Tensor, values: Tensor, low: tuple[Tensor, Tensor]) -> Tensor:
-        """Attention with the fetched tokens in place of their low-bit pairs."""
+        """Attention with the fetched tokens instead of their low-bit pairs."""
         return mixed(*self.mixture(query, keys, values, low))
 
     def mixture(self, query: Tensor, keys: Tensor, values: Tensor, low: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
