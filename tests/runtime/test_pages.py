@@ -354,18 +354,18 @@ def full_pages_of_prompt(rows, tier: int) -> int:
 
 
 @pytest.mark.full
-def test_decoding_by_the_codec_and_by_the_oracle_agree(model):
-    for case in CASES:
-        cache = case.open(model)
-        cache.release()
-        feed(cache, [Tokens.random(model, 300, seed=9)])
-        for layer in cache.compressed:
-            held = oracle.held_tokens(layer, 0)
-            for role in ("keys", "values"):
-                found = torch.cat(list(decoded(layer.store, role)), 1)
-                expected = getattr(held, role)[:, : found.shape[1]]
-                torch.testing.assert_close(found.double(), expected, rtol=FLOAT32, atol=STORED)
-                assert found.shape[1] > 0
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_decoding_by_the_codec_and_by_the_oracle_agree(case, model):
+    cache = case.open(model)
+    cache.release()
+    feed(cache, [Tokens.random(model, 300, seed=9)])
+    for layer in cache.compressed:
+        held = oracle.held_tokens(layer, 0)
+        for role in ("keys", "values"):
+            found = torch.cat(list(decoded(layer.store, role)), 1)
+            expected = getattr(held, role)[:, : found.shape[1]]
+            torch.testing.assert_close(found.double(), expected, rtol=FLOAT32, atol=STORED)
+            assert found.shape[1] > 0
 
 
 def decoded(store, role: str) -> Iterator[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Rows stand alone: a row's stored bits depend on its own tokens, not on its batch, its padding or other rows' sizes."""
+"""A row's stored bits depend on its own tokens, not on its batch, its padding or other rows' sizes."""
 
 from itertools import pairwise
 
@@ -117,22 +117,20 @@ def test_a_row_begins_beside_one_that_goes_on(model, case, late):
 
 
 @pytest.mark.full
-def test_heads_do_not_influence_each_other(model):
+@pytest.mark.parametrize("case", [case for case in CASES if not case.joins_heads], ids=str)
+def test_heads_do_not_influence_each_other(case, model):
     tokens, changed = (Tokens.random(model, 260, seed=6) for _ in range(2))
     changed.keys[:, 1] *= 50
     changed.values[:, 1] += 9
-    for case in CASES:
-        if case.joins_heads:
-            continue
-        contents = []
-        for brought in (tokens, changed):
-            cache = case.open(model)
-            cache.release()
-            feed(cache, [brought])
-            contents.append(by_heads(cache))
-        first, second = ([{name: part[head] for name, part in one.items()} for one in contents] for head in range(2))
-        assert not differing(*first, mass=0), case
-        assert differing(*second, mass=0), case
+    contents = []
+    for brought in (tokens, changed):
+        cache = case.open(model)
+        cache.release()
+        feed(cache, [brought])
+        contents.append(by_heads(cache))
+    first, second = ([{name: part[head] for name, part in one.items()} for one in contents] for head in range(2))
+    assert not differing(*first, mass=0)
+    assert differing(*second, mass=0)
 
 
 def by_heads(cache) -> dict[str, torch.Tensor]:
@@ -165,19 +163,19 @@ def test_values_that_16_bits_cannot_hold_come_late(model, name):
 
 
 @pytest.mark.full
-def test_the_inputs_are_not_changed(model):
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_inputs_are_not_changed(case, model):
     """The very tensors that a model hands over; `feed` would hand over copies."""
-    for case in CASES:
-        cache = case.open(model)
-        cache.release()
-        given = [[torch.randn(1, heads, n, 32) for heads in (4, 2, 2)] for n in (150, *[1] * 12)]
-        copies = [[part.clone() for part in parts] for parts in given]
-        for query, keys, values in given:
-            for layer in cache.compressed:
-                layer.update(keys, values)
-                layer.attend(query, None, Logits(0.2))
-        for parts, copied in zip(given, copies, strict=True):
-            assert all(map(torch.equal, parts, copied)), case
+    cache = case.open(model)
+    cache.release()
+    given = [[torch.randn(1, heads, n, 32) for heads in (4, 2, 2)] for n in (150, *[1] * 12)]
+    copies = [[part.clone() for part in parts] for parts in given]
+    for query, keys, values in given:
+        for layer in cache.compressed:
+            layer.update(keys, values)
+            layer.attend(query, None, Logits(0.2))
+    for parts, copied in zip(given, copies, strict=True):
+        assert all(map(torch.equal, parts, copied))
 
 
 # --- requests that cannot be met ----------------------------------------------------------------------------------
@@ -258,19 +256,19 @@ def test_an_interrupted_forward_is_noticed_until_reset(cache, stage, reached, mo
 
 
 @pytest.mark.full
-def test_a_reset_cache_is_as_new(model):
-    for case in CASES:
-        cache = case.open(model)
-        cache.release()
-        feed(cache, [Tokens.random(model, 140, seed=8), Tokens.random(model, 33, seed=9)])
-        cache.reset()
-        assert cache.get_seq_length() == 0 and cache.sequences.lengths == []
-        tokens = Tokens.random(model, 200, seed=10)
-        fresh = case.open(model)
-        fresh.release()
-        for one in (cache, fresh):
-            feed(one, [tokens[:185]])
-            for at in range(185, 195):
-                feed(one, [tokens[at : at + 1]])
-        assert not differing(stored(cache, 0), stored(fresh, 0), mass=0), case
-        assert cache.memory() == fresh.memory()
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_reset_cache_is_as_new(case, model):
+    cache = case.open(model)
+    cache.release()
+    feed(cache, [Tokens.random(model, 140, seed=8), Tokens.random(model, 33, seed=9)])
+    cache.reset()
+    assert cache.get_seq_length() == 0 and cache.sequences.lengths == []
+    tokens = Tokens.random(model, 200, seed=10)
+    fresh = case.open(model)
+    fresh.release()
+    for one in (cache, fresh):
+        feed(one, [tokens[:185]])
+        for at in range(185, 195):
+            feed(one, [tokens[at : at + 1]])
+    assert not differing(stored(cache, 0), stored(fresh, 0), mass=0)
+    assert cache.memory() == fresh.memory()
