@@ -24,7 +24,9 @@ def listing(usage: str, heading: str, entries: Mapping[str, str], hint: str) -> 
 def add_plan(parser: argparse.ArgumentParser) -> None:
     """Adds the flags `--plan` and `--plan_json`."""
     parser.add_argument(
-        "--plan", action="store_true", help="tell what the run takes, without loading a weight; run nothing"
+        "--plan",
+        action="store_true",
+        help="print the predicted memory, disk space and time; load no weights, run nothing",
     )
     parser.add_argument("--plan_json", metavar="FILE", help="with --plan: a file for the plan as JSON as well")
 
@@ -32,7 +34,9 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
 def check_plan(asked: argparse.Namespace, *others: str) -> None:
     """Raises UsageError for `--plan_json` without `--plan`, and for `--plan` with any of the flags `others`."""
     if asked.plan_json is not None and not asked.plan:
-        raise UsageError(f"'--plan_json' got {asked.plan_json} and there is no '--plan' to write down")
+        raise UsageError(
+            f"'--plan_json' got {asked.plan_json}, but without '--plan' there is no plan to write; add '--plan'"
+        )
     for flag in others:
         if asked.plan and getattr(asked, flag.removeprefix("--").replace("-", "_")):
-            raise UsageError(f"'--plan' runs nothing that '{flag}' could do something to; leave one of them out")
+            raise UsageError(f"'--plan' measures nothing, so '{flag}' would have no effect; leave one of them out")

@@ -173,7 +173,7 @@ def _time_is_up(number: int, frame: FrameType | None) -> None:
     elif not _state.raised:
         leave()
     else:
-        _end(f"interrupted by {name_of(_state.received)}; what was under way did not give way", _state.received)
+        _end(f"interrupted by {name_of(_state.received)}; the work in progress did not stop in time", _state.received)
 
 
 def _once_more(before: Callable[[Any], Any]) -> Callable[[Any], None]:

@@ -121,7 +121,7 @@ def measure(node: yaml.Node, known: dict[int, tuple[int, int]], around: set[int]
                 more, below = measure(part, known, around)
                 size, height = size + more, max(height, below + 1)
                 if size > NODES:
-                    raise RefusedYamlError(f"stands for more than {NODES} values; give less, and fewer aliases")
+                    raise RefusedYamlError(f"expands to more than {NODES} values; give less, and fewer aliases")
                 if height > DEPTH:
                     raise RefusedYamlError(f"is nested deeper than {DEPTH} levels")
             around.remove(id(node))

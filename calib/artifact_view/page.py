@@ -51,6 +51,6 @@ def drawings(artifact: Artifact, found: list[Group]) -> Iterator[str]:
         )
         yield bits_map(artifact)
     if any(group.figures for group in found):
-        yield "<h2>What training the dictionaries is worth</h2>"
+        yield "<h2>Loss of the dictionaries: k-means and after training</h2>"
         yield "<p>Mean of |x - x^|<sup>2</sup> / |x|<sup>2</sup> on held-out vectors, by group of layers.</p>"
         yield loss_bars(found)

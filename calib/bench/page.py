@@ -20,18 +20,18 @@ MIB = 2**20
 TIMES = (
     "All rows get the same random tokens in one process and decode in turns, in another order each turn. Times are medians, in "
     "brackets their quartiles; a speed over the baseline's is its time over the row's, turn by turn, so that above 1 the row "
-    "is faster. The row called again is the baseline's second cache: how far it is from 1 is noise. First token: "
-    "from the making of the cache until the token is on the host."
+    "is faster. The row whose name ends in 'again' is a second cache of the baseline: its distance from 1 is noise. First token: "
+    "from the creation of the cache until the token is in host memory."
 )
 BYTES = (
-    "Cache: every tensor that it holds on the device behind the new tokens. Peaks are what was in use at most, above what "
-    "was held before the cache was made (weights included), each row alone: of the GPU's allocator, on a CPU of the "
-    "process as the operating system tells it. Empty: nobody tells."
+    "Cache: all its tensors on the device after the new tokens. Peaks are the most memory in use, without what was in use "
+    "before the cache was created (weights included), each row alone: by the GPU's allocator, on a CPU by the operating "
+    "system for the whole process. An empty cell: not known."
 )
 COMPUTED = (
-    "Weights and fixed + rows x a row, from the batches 1 and 2: by the peak, or by the cache alone, which gives the most, where "
-    "the peak does not tell or a third batch does not confirm it. On a GPU "
-    "batches from the computed one on are tried as well; CUDA's own context is in no figure."
+    "Computed from the bytes of the batches 1 and 2, as weights + fixed + rows x a row: by the peak, or by the cache alone (an "
+    "upper bound of the batch) if the peak is not known or a larger batch does not confirm it. On a GPU batches near the "
+    "computed one are tried as well. CUDA's own context is not included."
 )
 
 

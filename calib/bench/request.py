@@ -62,7 +62,7 @@ class BenchRequest:
             raise UsageError(f"invalid value {printable(self.dtype)} for 'dtype' (expected one of {', '.join(DTYPES)})")
         if self.device.partition(":")[0] not in DEVICES:
             raise UsageError(
-                f"invalid value {printable(self.device)} for 'device' (expected cpu or cuda: others tell no peak)"
+                f"invalid value {printable(self.device)} for 'device' (expected cpu or cuda: others report no peak memory)"
             )
         for key, least in (("new_tokens", 2), ("turns", 2), ("threads", 1), ("seed", 0)):
             value = getattr(self, key)
@@ -92,7 +92,9 @@ class BenchRequest:
             raise UsageError(f"baseline '{self.baseline}' is no row's name (there are {', '.join(labels)})")
         again = (self.baseline or labels[0]) + AGAIN
         if again in labels:
-            raise UsageError(f"'{again}' is what the baseline's second row is called: give that row another `name`")
+            raise UsageError(
+                f"the name '{again}' is reserved for the baseline's second row: give the other row another `name`"
+            )
         for entry in self.methods:
             if entry.uses_artifact and self.artifact is None:
                 raise UsageError(f"methods: '{entry.label}' wants the artifact: give artifact=FILE of `calib fit`")

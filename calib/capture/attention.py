@@ -38,7 +38,9 @@ def capturing_attention(
     if kwargs.get("s_aux") is not None or kwargs.get("position_bias") is not None:
         raise RunError("this model's attention has learned sinks or a position bias, which capture does not measure")
     if query.shape[2] != key.shape[2]:
-        raise RunError("capture reads whole sequences; a cache from an earlier forward cannot take part")
+        raise RunError(
+            "capture reads whole sequences, but this forward continues a cache; run the model without past_key_values"
+        )
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     receive = getattr(module, "_calib_receive", None)
     if receive is None:

@@ -14,7 +14,7 @@ Every key of the configuration can be given as a flag:
   --model --dtype --device --artifact --seed --batch_size --limit --threads --products
   --tasks.retrieval.cases 50  --tasks.perplexity.text FILE      in every task of that name
 Several --config are merged from left to right. Finished cells are kept below the output folder and not run again.
---reuse RUN.json takes over those cells of an earlier run that depend on the same things, to go on from a committed file.
+--reuse RUN.json copies the cells of an earlier run that have the same model, data, options and versions.
 --compare OLD.json adds what has changed since that run; --compare OLD.json NEW.json compares two files and runs nothing.
 """
 
@@ -33,7 +33,7 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="rows to run, by name or pattern (h2o*)")
     parser.add_argument("--fresh", action="store_true", help="measure finished cells again")
     parser.add_argument(
-        "--reuse", metavar="FILE", help="results.json of an earlier run, whose equal cells are taken over"
+        "--reuse", metavar="FILE", help="results.json of an earlier run; copy its cells with equal inputs"
     )
     parser.add_argument("--compare", nargs="+", default=[], metavar="FILE", help="results.json of an earlier run")
     parser.add_argument(
@@ -53,7 +53,7 @@ def run(argv: Sequence[str]) -> int:
         return compare_files(*asked.compare)
     if asked.reuse is not None and (asked.fresh or asked.write_cases is not None):
         other = "--fresh" if asked.fresh else "--write-cases"
-        raise UsageError(f"'--reuse' takes cells over and '{other}' takes none; give one of them")
+        raise UsageError(f"'--reuse' copies finished cells, which '{other}' does not use; give one of them")
     if not asked.config:
         raise UsageError("'--config' must be given, such as eval/importance.yaml or eval/quick.yaml")
 

@@ -9,7 +9,7 @@ from calib.errors import UsageError
 # Each format has a module `command` with `run(argv) -> int` and its own options; it is imported only when used.
 FORMATS = {
     "onnx": "a method's encoding, decoding and attention step as ONNX graphs",
-    "artifact": "an artifact with some of another one's tensors: what the methods that you use read",
+    "artifact": "an artifact with only those tensors of another one that your methods read",
     "compressed-tensors": "a checkpoint with calibrated fp8 scales of keys and values, which vLLM loads",
 }
 

@@ -48,7 +48,7 @@ def run(argv: Sequence[str]) -> int:
         "--sample", action="store_true", help="sample at temperature 1 instead of taking the likeliest token"
     )
     parser.add_argument(
-        "--seed", type=int, default=0, help="of sampling, of the default prompt, and of methods that draw"
+        "--seed", type=int, default=0, help="of sampling, of the default prompt, and of methods that use random numbers"
     )
     asked, rest = parser.parse_known_args(argv)
     name, options = read_method(asked.method)
@@ -152,4 +152,4 @@ def agreement(expected: Sequence[int], found: Sequence[int]) -> str:
         (position for position, (one, other) in enumerate(pairs) if one != other), min(len(expected), len(found))
     )
     told = f"the first {same} of {len(expected)} tokens agree" if same else f"none of {len(expected)} tokens agrees"
-    return f"{told}; behind a token that differs, two continuations are two texts"
+    return f"{told}; after the first different token the two texts are not comparable"

@@ -7,10 +7,10 @@ from calib.errors import UsageError
 
 USAGE = """usage: calib merge SHARD [SHARD ...] [options of calib fit]
 
-Merge the files that `calib fit --shard K/N` has written on all machines, measure what is left, and write the artifact that one
-machine would have written. Give the options that the shards were given; --output names the artifact.
+Merge the files that `calib fit --shard K/N` has written on all machines, measure the stages that are left, and write the artifact
+that one machine would have written. Give the options that the shards were given; --output names the artifact.
 
-  --shard K/N  measure a shard of what is left instead of all of it, and write that to --output
+  --shard K/N  measure only the K-th of N parts of the corpus in the stages that are left, and write a shard to --output
 
 `calib fit --help` lists the other options."""
 

@@ -19,7 +19,7 @@ def run(argv: Sequence[str]) -> int:
     parser = Parser(
         prog="calib tune",
         description="Choose a method's options for a budget, layer by layer where it allows that.",
-        epilog="A method's own options follow as flags (--recompress 50); what is given is not chosen.",
+        epilog="A method's own options follow as flags (--recompress 50); the budget does not choose those.",
         allow_abbrev=False,
     )
     parser.add_argument("--method", required=True, help="a name from `calib methods`, or a YAML file with its options")
@@ -41,7 +41,9 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument("--length", type=int, default=512, help="tokens of a sequence")
     parser.add_argument("--sequences", type=int, default=8, help="sequences to measure on")
     parser.add_argument("--batch_size", type=int, default=8, help="sequences at once")
-    parser.add_argument("--seed", type=int, default=0, help="of the generated text, and of methods that draw")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of the generated text, and of methods that use random numbers"
+    )
     parser.add_argument(
         "--dtype", default="auto", help="float32, bfloat16, float16, or auto: what the weights are stored in"
     )
@@ -50,13 +52,13 @@ def run(argv: Sequence[str]) -> int:
         "--bandwidth",
         type=float,
         metavar="GB/S",
-        help="specache: of the link to the host, for pairs that lie scattered",
+        help="specache: bandwidth of the link to host memory when scattered pairs are read",
     )
     parser.add_argument(
         "--step_ms",
         type=float,
         metavar="MS",
-        help="specache: what a decode step takes; k is what the link brings meanwhile",
+        help="specache: time of a decode step; k is the number of pairs that the link transfers in that time",
     )
     parser.add_argument("--rows", type=int, default=1, help="specache: sequences of a batch, which share the link")
     parser.add_argument(

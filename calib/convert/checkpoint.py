@@ -100,8 +100,8 @@ def rewrite(
         for name, tensor in tensors.items():
             if expected.get(name) != list(tensor.shape) or name in placed:
                 raise UsageError(
-                    f"'{source / shard}' gives {name} {list(tensor.shape)}, expected {expected.get(name, 'no such tensor')} "
-                    "by config.json, once; give an unchanged checkpoint"
+                    f"'{source / shard}' gives the tensor {name} {list(tensor.shape)}, expected "
+                    f"{expected.get(name, 'no such tensor')} by config.json, in one file only; give an unchanged checkpoint"
                 )
         save_file(tensors, output / shard, metadata={"format": "pt"})
         placed |= dict.fromkeys(tensors, shard)

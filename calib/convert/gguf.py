@@ -69,12 +69,12 @@ def check_tokenizer(own: PreTrainedTokenizerBase, written: PreTrainedTokenizerBa
         if expected != found:
             raise RunError(
                 f"'{source}': its tokenizer has the {what} {printable(expected)}, "
-                f"and once it is written {printable(found)}; {remedy}"
+                f"and the written one {printable(found)}; {remedy}"
             )
     for text in texts(own):
         expected, found = own(text).input_ids, written(text).input_ids
         if expected != found or own.decode(expected) != written.decode(found):
-            raise RunError(f"'{source}': its tokenizer reads {printable(text)} otherwise once it is written; {remedy}")
+            raise RunError(f"'{source}': the written tokenizer reads {printable(text)} differently; {remedy}")
 
 
 def texts(tokenizer: Any) -> Iterator[str]:

@@ -30,7 +30,7 @@ def read_model(path: Path) -> Any:
         raise UsageError(f"'{path}' has no pieces; download it again")
     if model.trainer_spec.model_type != proto.TrainerSpec.BPE or model.normalizer_spec.precompiled_charsmap:
         raise UsageError(
-            f"'{path}' is no byte pair encoding, or maps characters to others, which cannot be rebuilt; give the "
-            "tokenizer.model of Baichuan2"
+            f"'{path}' is no byte pair encoding, or normalises characters (precompiled_charsmap), which cannot be rebuilt; give "
+            "the tokenizer.model of Baichuan2"
         )
     return model

@@ -45,7 +45,7 @@ def sentencepiece_tokenizer(path: Path, settings: Mapping[str, Any]) -> PreTrain
     own = [piece.piece for piece in model.pieces if piece.type == piece.USER_DEFINED]
     if own and prefix:
         raise UsageError(
-            f"'{path}' has tokens to be found whole ({own[0]}) and puts a space in front of texts, which cannot be rebuilt "
+            f"'{path}' has user-defined tokens ({own[0]}) and puts a space in front of texts, which cannot be rebuilt "
             "together; give the tokenizer.model of Baichuan2"
         )
     tokenizer.add_tokens([AddedToken(text, normalized=SPACE in text) for text in own])

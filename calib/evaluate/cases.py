@@ -21,7 +21,9 @@ def cases(evaluation: Evaluation) -> str:
     written = [column for column in evaluation.columns if isinstance(column, Written)]
     if not written:
         titles = ", ".join(f"'{column.title}'" for column in evaluation.columns)
-        raise UsageError(f"--write-cases writes retrieval, needle and perplexity, and none is among {titles}")
+        raise UsageError(
+            f"--write-cases writes cases of retrieval, needle and perplexity, but this run has only {titles}; add such a task"
+        )
     content: dict[str, Any] = {
         "format": FORMAT,
         "model": evaluation.request.model,

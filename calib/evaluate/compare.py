@@ -52,7 +52,7 @@ def changed(row: Row, old: Row) -> Iterator[tuple[str, str]]:
         asked, was = ({"method": cell["method"], **cell["options"]} for cell in (row.cells[title], old.cells[title]))
         other = "; ".join(differing(asked, was))
         if other:
-            yield f"{row.name}, {title}", f"asked otherwise: {other}"
+            yield f"{row.name}, {title}", f"other options: {other}"
 
 
 def differing(now: Mapping[str, Any], then: Mapping[str, Any], *but: str) -> Iterator[str]:

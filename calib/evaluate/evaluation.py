@@ -138,7 +138,7 @@ def chosen(evaluation: Evaluation, patterns: Sequence[str]) -> list[Cell]:
     found = [cell for cell in evaluation.cells if cell.entry.label in fits]
     if not found:
         raise UsageError(
-            f"no cells: {', '.join(sorted(fits))} can be asked no column's questions; give other methods or tasks"
+            f"no cells: none of the tasks can be run with {', '.join(sorted(fits))}; give other methods or tasks"
         )
     return found
 

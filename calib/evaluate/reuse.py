@@ -94,7 +94,7 @@ def taken_over(evaluation: Evaluation, earlier: EarlierRun, finished: Collection
     products, versions or tokenizer, or no cell of `evaluation` with the same key in the file.
     """
     if other := "; ".join(differences(evaluation, earlier)):
-        raise UsageError(f"--reuse {earlier.name} was measured otherwise: {other}; run without --reuse")
+        raise UsageError(f"--reuse {earlier.name} differs from this run: {other}; run without --reuse")
     known = {earlier.key(cell): cell for cell in earlier.content["cells"] if "figures" in cell}
     named = {(cell["name"], cell["column"]): cell for cell in earlier.content["cells"]}
     found, reasons = TakenOver(), dict[str, list[str]]()
@@ -103,21 +103,21 @@ def taken_over(evaluation: Evaluation, earlier: EarlierRun, finished: Collection
         theirs = known.get(told) or named.get((cell.entry.label, cell.column.title))
         if theirs is None:
             continue
-        reason = why_not(cell, theirs, earlier) or (None if told in known else "it differs in what cannot be told")
+        reason = why_not(cell, theirs, earlier) or (None if told in known else "its key differs, for an unknown reason")
         if reason is None:
             found.results[key] = result_of(theirs, earlier)
         elif key not in finished:
             reasons.setdefault(reason, []).append(f"{cell.entry.label} ({cell.column.title})")
     if "tokenizer" not in earlier.content["model"]:
         found.notes = [
-            f"{earlier.name} does not say what its tokenizer was; its model's weights and configuration are this one's"
+            f"{earlier.name} does not record its tokenizer; only the model's weights and configuration are known to be equal"
         ]
     found.notes += [f"not taken over from {earlier.name}: {shortened(who)}: {why}" for why, who in reasons.items()]
     if not found.results:
         why = (
             "; ".join(found.notes[-len(reasons) :] if reasons else ()) or f"{earlier.name} has none of this run's cells"
         )
-        raise UsageError(f"--reuse has nothing to give: {why}; run without --reuse")
+        raise UsageError(f"--reuse: no cell can be taken over: {why}; run without --reuse")
     return found
 
 
@@ -139,7 +139,7 @@ def why_not(cell: Cell, theirs: Mapping[str, Any], earlier: EarlierRun) -> str |
         return f"it failed ({theirs['error']})"
     mine = plain({"method": cell.entry.method, **cell.options()}, cell.entry.label)
     if asked := "; ".join(differing(mine, {"method": theirs["method"], **theirs["options"]})):
-        return f"asked otherwise: {asked}"
+        return f"other options: {asked}"
     if data := "; ".join(differing(plain(cell.column.settings, cell.column.title), earlier.settings(theirs))):
         return f"other data: {data}"
     if cell.artifact_hash != earlier.artifact(theirs):

@@ -210,7 +210,8 @@ class Calibration(LightningModule):
         rotation, (output, unread) = rotation_of(model), output_weights(model, self.shape)
         if unread:
             self.notes.append(
-                f"layers {unread} have no output projection that can be read: their values' errors count in every direction"
+                f"layers {unread} have no output projection that can be read: errors of their values weigh the same in all "
+                "directions"
             )
         moments, sensitivity = SecondMoments(self.shape, rotation), None
         self.statistics["second_moments"] = moments
@@ -265,7 +266,9 @@ class Calibration(LightningModule):
         """Runs the model over one batch; each layer's sample goes to the statistics as the forward pass reaches it."""
         if self.stage.name == SENSITIVITY:
             for reason in set(batch.stream_gradients(self.seed, self.observe)):
-                self.notes.append(f"{reason}: without it klt knows less of which errors matter, and kvquant nothing")
+                self.notes.append(
+                    f"{reason}: these sequences add nothing to the weights of errors, on which klt and kvquant depend"
+                )
         else:
             batch.stream(self.observe)
         self.progress["seen"] += 1

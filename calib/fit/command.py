@@ -120,7 +120,9 @@ def with_losses(artifact: Artifact, model: PreTrainedModel, corpus: Corpus) -> A
         under_way(f"measuring the loss of klt at {len(BITS)} budgets")
         curve = loss_curve(model, artifact, corpus.heldout)
     except ValueError as error:
-        say(f"calib: losses of klt are not measured, and it takes no budget in them: {' '.join(str(error).split())}")
+        say(
+            f"calib: the loss of klt was not measured, so klt cannot take `loss` with this artifact: {' '.join(str(error).split())}"
+        )
         return artifact
     return replace(artifact, tensors={**artifact.tensors, **curve})
 

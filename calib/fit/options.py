@@ -73,10 +73,12 @@ class FitCLI(CalibCLI):
             "--shard",
             type=str | None,
             default=None,
-            help="K/N: measure the K-th of N parts, as far as one can alone, and write that to --output for `calib merge`",
+            help="K/N: measure the K-th of N parts of the corpus, in the stages that need no other part, for `calib merge`",
         )
         parser.add_argument(
-            "--plan", action="store_true", help="tell what the fit captures, holds, writes and takes, and run nothing"
+            "--plan",
+            action="store_true",
+            help="print what the fit captures, its predicted memory, disk space and time; run nothing",
         )
         parser.add_argument("--plan_batch", type=int, default=1, help="rows of the caches whose sizes --plan predicts")
         parser.add_argument("--plan_context", type=int, default=4096, help="tokens of each row of these caches")
@@ -102,7 +104,9 @@ class FitCLI(CalibCLI):
             )
         self.shard = None if self.config.shard is None else Shard.of(self.config.shard)
         if self.config.plan and (self.shard or self.shards):
-            raise UsageError("plan=True: it tells of a whole fit on one machine; leave shards out of it")
+            raise UsageError(
+                "plan=True: a plan is for a whole fit on one machine; leave out --shard and the files of shards"
+            )
         if self.shard and self.config.output is None:
             raise UsageError(
                 f"shard={self.shard}: name the file to write as well, such as --output first.{self.shard.number}.safetensors"
@@ -128,7 +132,7 @@ class FitCLI(CalibCLI):
             if self.config[option] < 1:
                 raise UsageError(f"{option}={self.config[option]}: must be at least 1")
         if self.config.plan_json is not None and not self.config.plan:
-            raise UsageError(f"plan_json={self.config.plan_json}: only with --plan, which it writes down")
+            raise UsageError(f"plan_json={self.config.plan_json}: there is no plan to write; add --plan")
         if self.config.plan:  # a plan writes no logs and runs no callbacks
             self.config.trainer.logger, self.config.trainer.callbacks = False, None
         self.folder = Path(self.config.trainer.default_root_dir or Path("runs") / self.name)

@@ -30,7 +30,7 @@ from calib.interrupts import GRACE, Interrupted, pending
 INTERVAL = 0.5  # seconds between checks of the other processes
 TOGETHER = 2.0  # seconds that processes have to end by themselves before the first one sends them its signal
 SPLITTING = (FSDPStrategy, DeepSpeedStrategy, ModelParallelStrategy)  # strategies that shard a model's weights
-LOST = "another process of this fit has ended before its work; go on with --ckpt_path last once it can run"
+LOST = "another process of this fit has ended early; remove the cause, then continue with --ckpt_path last"
 
 
 class MergingStrategy(DDPStrategy):

@@ -58,8 +58,8 @@ def arrange(calibration: Calibration, files: Sequence[ShardFile]) -> list[Round]
         names = [stage.name for stage in stages]
         mine = [file for file in left if file.document["stages"] == names]
         if not mine:
-            wanted = f"measure {in_words(names)} before, of which there is no shard" if names else "have no such stage"
-            raise UsageError(f"{left[0].path}: has {in_words(left[0].document['stages'])}, and these options {wanted}")
+            wanted = f"need {in_words(names)} first, of which no shard is given" if names else "have no such stage"
+            raise UsageError(f"{left[0].path}: has {in_words(left[0].document['stages'])}, but these options {wanted}")
         for file in mine:
             left.remove(file)
             if file.document["base"] != base_of(rounds):

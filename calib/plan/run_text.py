@@ -62,9 +62,9 @@ def memory(plan: dict[str, Any]) -> str:
         return wrapped(f"Memory: weights {weights}; no row has a cache that can be predicted.")
     kept = f", {spoken_size(found['kept'])} of the full cache's answers kept on the host" if found["kept"] else ""
     return wrapped(
-        f"Memory, the most of tensors at once: {both(found, most)}, of '{most['row']}' on '{most['column']}': weights {weights}, "
+        f"Peak memory of all tensors: {both(found, most)}, by '{most['row']}' on '{most['column']}': weights {weights}, "
         f"cache {spoken_size(most['cache'])}, activations and logits {spoken_size(most['beside'])}{kept}. Python and its "
-        "libraries are not in it."
+        "libraries are not included."
     )
 
 
@@ -82,7 +82,7 @@ def caches(plan: dict[str, Any]) -> str:
             refused.append(f"Refused: {one['name']}: {one['refused']}")
             continue
         rows.append([one["name"], one["column"], f"{one['batch']} x {one['tokens']:,}", *sizes(one)])
-    title = "Caches: of every row the largest, of its longest row for each one at once"
+    title = "Caches: the largest of every method, with all rows of a batch as long as the longest"
     return "\n".join([drawn(title, "row,column,tokens,device,host,bits per value", rows, words=2), *refused])
 
 
@@ -127,9 +127,9 @@ def bench_memory(plan: dict[str, Any]) -> str:
         told = ["" if one is None else spoken_size(one[name]) for one in lines for name in names]
         rows.append([f"{cell['batch']} x {cell['context']:,}", spoken_size(cell["beside"]), *told])
     title = (
-        f"Memory, the most of tensors at once, weights of {spoken_size(found['weights'])} in all of it: while new tokens are timed "
-        "all rows' caches are there together; where that has no room, a part at a time, at least the largest alone. Python "
-        "and its libraries are not in it."
+        f"Peak memory of all tensors, with weights of {spoken_size(found['weights'])}: 'together' with the caches of all methods, "
+        "as while new tokens are timed; 'alone' with the largest cache only, the least that is needed if they do not fit together. "
+        "Python and its libraries are not included."
     )
     headings = [f"{what}{'' if len(names) == 1 else ' ' + name}" for what in ("together", "alone") for name in names]
     return drawn(title, ",".join(("tokens", "activations", *headings)), rows)
@@ -164,6 +164,8 @@ def disk(plan: dict[str, Any]) -> str:
 def times(plan: dict[str, Any]) -> str:
     """Paragraph on time: by column of an evaluation, or by part of a bench."""
     if plan["seconds"] is None:
-        return wrapped(f"{TIME}: this machine has no such device to time pieces on, so none is told.")
+        return wrapped(
+            f"{TIME}: not predicted, because this machine has no such device on which pieces of the work could be timed."
+        )
     heading = "column" if plan["kind"] == "evaluation" else "part"
     return stage_times(plan["seconds"], NOT_IN_TIME, "it takes less", heading)

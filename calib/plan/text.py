@@ -98,7 +98,7 @@ def memory(plan: dict[str, Any]) -> str:
     most = "; ".join(
         f"{name} {spoken_size(one[name])} in '{one['stage']}'" for name, one in zip(names, highest, strict=True)
     )
-    title = f"Memory, the most of tensors at once: {most}. Python and its libraries are not in it."
+    title = f"Peak memory of all tensors: {most}. Python and its libraries are not included."
     return drawn(title, ",".join(("stage", *names)), rows)
 
 

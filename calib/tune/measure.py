@@ -89,7 +89,7 @@ def measure(
     length = batches[0].shape[1]
     if subject.sliding is not None and subject.sliding < length:
         raise UsageError(
-            f"--length {length}: every layer of this model slides over {subject.sliding} tokens; give at most that"
+            f"--length {length}: every layer of this model has a sliding window of {subject.sliding} tokens; give at most that"
         )
     sums: dict[tuple[int, int], dict[str, Loss]] = {}
     bits: dict[tuple[int, int], float] = {}

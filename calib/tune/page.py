@@ -10,9 +10,9 @@ from calib.tune.result import Search, Setting
 from calib.tune.tables import options
 
 ABOUT = (
-    "Bits are those that one more token takes, parameters, indices and positions counted. Loss is e^T W e of a token's errors e, "
-    "with the sensitivities W that the fit has measured, summed over layers, keys and values: by the same measure all of the keys "
-    "and values are worth about 1."
+    "Bits are true bits per value of the encoded tokens, with parameters, indices and positions. Loss is e^T W e of a token's "
+    "errors e, with the sensitivities W that the fit has measured, summed over layers, keys and values: losing all keys "
+    "and values has a loss of about 1."
 )
 
 

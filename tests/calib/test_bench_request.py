@@ -70,7 +70,7 @@ def test_shares_are_even_and_complete():
         (["--methods", "full", "full"], "'full' stands twice among the methods"),
         (
             ["--methods", "full", "{name: DynamicCache again, method: rtn}"],
-            "'DynamicCache again' is what the baseline's second row",
+            "the name 'DynamicCache again' is reserved for the baseline's second row",
         ),
         (["--methods", RTN, "--baseline", "b"], "baseline 'b' is no row's name (there are a)"),
         (["--methods", "[]"], "no methods"),

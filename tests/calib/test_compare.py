@@ -92,7 +92,7 @@ def test_other_models_settings_and_data_are_told():
     assert list(notes(now, then)) == [
         ("then", "another model (weights); seed 4 (now 3); torch 2.11.0 (now 2.13.0)"),
         ("column 'words'", "other data: text prose.txt (now words.txt)"),
-        ("rtn-4, words", "asked otherwise: bits 3 (now 4)"),
+        ("rtn-4, words", "other options: bits 3 (now 4)"),
     ]
 
 

@@ -129,7 +129,7 @@ def test_sequences_that_are_too_long():
     of = column_of(sliding, length=25)
     with (
         opened("rtn-4", sliding) as opened_cache,
-        pytest.raises(RunError, match=r"slides over 24 tokens .* got sequences of 25"),
+        pytest.raises(RunError, match=r"sliding window of 24 tokens, got sequences of 25"),
     ):
         of.measure(opened_cache, of.batches()[0])
     assert figures("rtn-4", sliding, lambda: column_of(sliding, length=24))["encoded"] == 1

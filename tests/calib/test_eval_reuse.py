@@ -122,7 +122,7 @@ def test_another_name_of_the_same_row(model, earlier, tmp_path, measured):
 def test_another_run_is_refused(model, earlier, tmp_path, measured, capsys, content, text):
     assert ask(tmp_path, model, content, "--reuse", str(earlier)) == 2
     error = capsys.readouterr().err
-    assert error == f"calib: error: --reuse {earlier} was measured otherwise: {text}; run without --reuse\n"
+    assert error == f"calib: error: --reuse {earlier} differs from this run: {text}; run without --reuse\n"
     assert not measured and not (tmp_path / "out").exists()
 
 
@@ -163,9 +163,9 @@ EVERY = [("everything", "2 lines"), ("everything", "perplexity"), *FEW]
     ("change", "cells", "text"),
     [
         (lambda run: [cell["options"].update(bits=3) for cell in run["cells"][2:]], FEW,
-         "few (2 lines), few (perplexity): asked otherwise: bits 3 (now 2)"),
-        (lambda run: run["cells"][2]["options"].update(bits=2.0), FEW[:1], "few (2 lines): it differs in what cannot be told"),
-        (lambda run: run["cells"][2]["options"].pop("bits"), FEW[:1], "few (2 lines): asked otherwise: bits none (now 2)"),
+         "few (2 lines), few (perplexity): other options: bits 3 (now 2)"),
+        (lambda run: run["cells"][2]["options"].update(bits=2.0), FEW[:1], "few (2 lines): its key differs, for an unknown reason"),
+        (lambda run: run["cells"][2]["options"].pop("bits"), FEW[:1], "few (2 lines): other options: bits none (now 2)"),
         (lambda run: run["columns"][0].update(digits=5), [("everything", "2 lines"), FEW[0]],
          "everything (2 lines), few (2 lines): other data: digits 5 (now 4)"),
         (lambda run: run["cells"][2].update(artifact=True) or run["config"].update(artifact="ab" * 32), FEW[:1],
@@ -235,7 +235,7 @@ def test_a_package_that_answers_is_told_with_its_version(model, tmp_path, measur
 def test_a_file_of_an_earlier_release_says_nothing_of_its_tokenizer(model, earlier, tmp_path, measured, capsys):
     file = changed(earlier, tmp_path, lambda run: run["model"].pop("tokenizer") and run["config"].pop("products"))
     assert ask(tmp_path, model, {}, "--reuse", file) == 0 and not measured
-    assert f"calib: {file} does not say what its tokenizer was" in capsys.readouterr().out
+    assert f"calib: {file} does not record its tokenizer" in capsys.readouterr().out
 
 
 @pytest.mark.full
@@ -268,10 +268,13 @@ def test_a_tokenizer_is_told_by_its_words_and_by_how_it_parts_them():
         (["--reuse", "nowhere.json"], "nowhere.json does not exist, expected a results.json of `calib eval`"),
         (["--reuse", "bench.json"], "bench.json is no run of `calib eval`"),
         (["--reuse", "toy.json"], "another model (config hash, weights)"),
-        (["--reuse", "toy.json", "--fresh"], "'--reuse' takes cells over and '--fresh' takes none; give one of them"),
+        (
+            ["--reuse", "toy.json", "--fresh"],
+            "'--reuse' copies finished cells, which '--fresh' does not use; give one of them",
+        ),
         (
             ["--reuse", "toy.json", "--write-cases", "x.json"],
-            "'--reuse' takes cells over and '--write-cases' takes none",
+            "'--reuse' copies finished cells, which '--write-cases' does not use",
         ),
         (["--reuse", "toy.json", "--models", "[a, b]"], "'--reuse' is of one model, and the configuration names 2"),
         (["--reuse"], "expected one argument"),

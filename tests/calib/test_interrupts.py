@@ -220,7 +220,7 @@ def process(code: str, *arguments: str) -> subprocess.Popen:
         ("slow", [signal.SIGTERM], (143, "calib: interrupted by SIGTERM; start again with: calib bench --turns 3\n")),
         ("slow", [signal.SIGINT], (130, "calib: interrupted by SIGINT; start again with: calib bench --turns 3\n")),
         ("stubborn", [signal.SIGTERM, signal.SIGINT], (130, "calib: ended by a second SIGINT\n")),
-        ("stubborn", [signal.SIGTERM], (143, "calib: interrupted by SIGTERM; what was under way did not give way\n")),
+        ("stubborn", [signal.SIGTERM], (143, "calib: interrupted by SIGTERM; the work in progress did not stop in time\n")),
         ("batch", [signal.SIGINT], (130, "calib: interrupted by SIGINT; start again with: calib bench --turns 3\n")),
         ("swallowing", [signal.SIGTERM], (143, "calib: interrupted by SIGTERM; start again with: calib bench --turns 3\n")),
         ("dropping", [signal.SIGTERM], (143, "calib: interrupted by SIGTERM; start again with: calib bench --turns 3\n")),

@@ -202,7 +202,7 @@ def test_a_group_has_its_own_figure(model, folder, tmp_path):
     manager = TaskManager(include_path=str(tmp_path / "two"), include_defaults=False)
     for name in ("toy_heap", "toy_tag"):
         with pytest.raises(
-            UsageError, match=f"'{name}' is . tasks without a figure together; name .*{CHOICE}.*"
+            UsageError, match=f"'{name}' is a group of . tasks without a common metric; give its tasks: .*{CHOICE}.*"
         ) as error:
             NamedTask(manager, name, None, 3, 7)
         assert message(error)
@@ -216,7 +216,7 @@ def test_answers_to_other_requests_are_not_taken():
     rows = [Scored([1], [2]), Scored([1], [3])]
     replay = Replay(toy_tokenizer(), 256, 8, [(rows[0], (-1.0, True)), (rows[1], (-2.0, False))])
     assert replay.answers(rows[:1], True) == [(-1.0, True)] and replay.left == 1
-    with pytest.raises(RunError, match="asked for something else when it was asked again"):
+    with pytest.raises(RunError, match="made other requests when it was run a second time"):
         replay.answers(rows[:1], True)
 
 

@@ -135,8 +135,8 @@ def test_what_pays_with_host_memory_is_hollow_and_on_no_front(report):
             cell["sizes"] |= {"bits_per_value": 1e-4, "measured_bytes": 1}
     found = Reader(page(run, ""))
     (first, second) = [text for text in found.texts if text.startswith("On the front")]
-    assert "rtn-2" not in first and "rtn-4 (4.50" in first and "Hollow: with more in host memory" in first
-    assert "Without bits on the device: worse." in first and "Without bits" not in second
+    assert "rtn-2" not in first and "rtn-4 (4.50" in first and "Hollow: methods that also use host memory" in first
+    assert "Not shown, because they keep no bits on the device: worse." in first and "Not shown" not in second
     ticks = [float(text) for text in found.texts if re.fullmatch(r"[\d.]+", text)]
     assert min(ticks) >= 0 and not any(0 < tick < 0.01 for tick in ticks)  # the axis begins where there is something
 

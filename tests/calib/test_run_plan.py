@@ -239,11 +239,15 @@ def test_several_models(model, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("command", "words", "text"),
     [
-        ("eval", ["--plan_json", "x.json"], "'--plan_json' got x.json and there is no '--plan' to write down"),
-        ("bench", ["--plan_json", "x.json"], "'--plan_json' got x.json and there is no '--plan' to write down"),
-        ("eval", ["--plan", "--fresh"], "'--plan' runs nothing that '--fresh' could do something to"),
-        ("eval", ["--plan", "--reuse", "x.json"], "'--plan' runs nothing that '--reuse' could do something to"),
-        ("eval", ["--plan", "--write-cases", "x.json"], "'--plan' runs nothing that '--write-cases' could"),
+        ("eval", ["--plan_json", "x.json"], "'--plan_json' got x.json, but without '--plan' there is no plan to write"),
+        (
+            "bench",
+            ["--plan_json", "x.json"],
+            "'--plan_json' got x.json, but without '--plan' there is no plan to write",
+        ),
+        ("eval", ["--plan", "--fresh"], "'--plan' measures nothing, so '--fresh' would have no effect"),
+        ("eval", ["--plan", "--reuse", "x.json"], "'--plan' measures nothing, so '--reuse' would have no effect"),
+        ("eval", ["--plan", "--write-cases", "x.json"], "'--plan' measures nothing, so '--write-cases' would"),
         ("eval", ["--plan", "--only", "kiwi"], "--only 'kiwi' fits no method's name"),
         ("eval", ["--plan", "--tasks.perplexity.length", "4000"], "takes 4000 tokens and this model was made for 256"),
         ("eval", ["--plan", "--model", "no/such/model/here"], "is no folder"),

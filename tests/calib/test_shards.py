@@ -163,7 +163,7 @@ REFUSED = {
     "a round missing": (
         lambda: None,
         FILES[2:],
-        "has clip, and these options measure statistics and sensitivity before, of which there is no shard",
+        "has clip, but these options need statistics and sensitivity first, of which no shard is given",
     ),
     "twice": (
         lambda: shutil.copy(FILES[0], "again.safetensors"),
@@ -180,7 +180,7 @@ REFUSED = {
     "stage": (
         lambda: rewrite(FILES[2], stages=["knit"]),
         FILES[:3],
-        "has knit, and these options measure clip before, of which there is no shard",
+        "has knit, but these options need clip first, of which no shard is given",
     ),
     "format": (lambda: rewrite(FILES[0], format="2"), FILES, "has format '2', expected '1'"),
     "kind": (lambda: rewrite(FILES[0], sums=[]), FILES, "its 'sums' is []"),
@@ -226,7 +226,7 @@ def test_what_is_refused(toy, copied, capsys, name):
         (["--model.query_rows=5"], "was measured with query_rows = 4, here it is 5"),
         (["--seed_everything=1"], "was measured with data.tokens_sha256 = "),
         (["--model.path=other/llama"], "was measured with weights = "),
-        (["--plan"], "plan=True: it tells of a whole fit on one machine"),
+        (["--plan"], "plan=True: a plan is for a whole fit on one machine"),
         (["--shard=0/2"], "shard='0/2': expected K/N, K from 1 to N"),
     ],
 )

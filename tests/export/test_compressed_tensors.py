@@ -70,7 +70,7 @@ def test_names_shapes_and_values(family, granularity, toys, tmp_path, capsys):
         )
         assert tensor.flatten().tolist() == pytest.approx(wanted, rel=1e-6), name
     text = capsys.readouterr().out
-    assert ("slide and have scales" in text) == (family in ("mistral", "gemma2", "gemma3", "gemma3-vision"))
+    assert ("have a sliding window and scales" in text) == (family in ("mistral", "gemma2", "gemma3", "gemma3-vision"))
 
 
 @pytest.mark.parametrize("granularity", ["tensor", "head"])

@@ -25,8 +25,8 @@ def merges(levels: int = 40) -> str:
 
 
 HOSTILE = {
-    "bomb": (bomb("model"), f"stands for more than {NODES} values"),
-    "merges": (merges(), f"stands for more than {NODES} values"),
+    "bomb": (bomb("model"), f"expands to more than {NODES} values"),
+    "merges": (merges(), f"expands to more than {NODES} values"),
     "deep": ("model: " + "[" * 100_000, f"is nested deeper than {DEPTH} levels"),
     "closed": ("model: " + "[" * 60 + "]" * 60, f"is nested deeper than {DEPTH} levels"),
     "chain": (

@@ -95,6 +95,6 @@ def test_an_operation_that_changes_entries_is_refused(monkeypatch):
         key_cache.zero_(), value_cache.zero_()
 
     monkeypatch.setattr(asked._custom_ops, "cpu_attn_reshape_and_cache", rounds)
-    with pytest.raises(ValueError, match="does not store entries as they are") as error:
+    with pytest.raises(ValueError, match="does not store entries unchanged") as error:
         cpu_order("vec", TOKENS, D, torch.float16)
     message(error)

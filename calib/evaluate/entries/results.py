@@ -101,7 +101,7 @@ class ResultsEntry(Entry):
 def check(content: object) -> None:
     """Raises ValueError that names the first missing or wrong entry of results."""
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise ValueError(f"its format is none of ours ({FORMAT})")
+        raise ValueError(f"its format is not {FORMAT}")
     for name, kind in ENTRIES.items():
         if not isinstance(content.get(name), kind):
             raise ValueError(f"it has no {name}")

@@ -111,7 +111,7 @@ class NamedTask:
             names = [task.task_name for task in self.tasks]
             listed = f"{', '.join(names[:6])}{', ...' if len(names) > 6 else ''}"
             raise UsageError(
-                f"tasks.lm_eval: '{self.name}' is {len(names)} tasks without a figure together; name {listed}"
+                f"tasks.lm_eval: '{self.name}' is a group of {len(names)} tasks without a common metric; give its tasks: {listed}"
             )
         for task in self.tasks:
             for flag, what in (

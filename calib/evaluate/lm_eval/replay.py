@@ -46,6 +46,6 @@ class Replay(RowsLM):
         known, self._answered = self._answered[: len(rows)], self._answered[len(rows) :]
         if [row for row, _ in known] != list(rows):
             raise RunError(
-                "lm-eval's task asked for something else when it was asked again; it cannot be evaluated here"
+                "lm-eval's task made other requests when it was run a second time; it cannot be evaluated here"
             )
         return [answer for _, answer in known]

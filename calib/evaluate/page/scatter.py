@@ -102,12 +102,12 @@ def told(best: Sequence[Point], nameless: int, figure: str, hollow: Sequence[Poi
         listed = ", ".join(f"{point.name} ({point.bits:.2f} bits, {number(point.value)})" for point in best)
         found = f"On the front, which nothing beats at fewer bits: {listed}."
     if any(point.host for point in hollow):
-        found += " Hollow: with more in host memory, and so on no front."
+        found += " Hollow: methods that also use host memory, and so are on no front."
     if early := [point.name for point in hollow if not point.encoded]:
         found += f" Hollow, and on no front, because {UNENCODED}: {', '.join(early)}."
     if left_out:
-        found += f" Without bits on the device: {', '.join(point.name for point in left_out)}."
-    return found + (f" Names without room ({nameless}) show under the pointer." if nameless else "")
+        found += f" Not shown, because they keep no bits on the device: {', '.join(point.name for point in left_out)}."
+    return found + (f" {nameless} without room for the name: it is shown under the pointer." if nameless else "")
 
 
 def spot(point: Point, across: Axis, up: Axis) -> tuple[float, float]:

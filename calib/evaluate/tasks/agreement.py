@@ -95,7 +95,9 @@ class AgreementColumn(ChunkedTextColumn):
         super().__init__(task, subject)
         self.modules = {int(module.layer_idx): module for module in attention_modules(subject.model)}
         if not self.modules:
-            raise UsageError(f"tasks.agreement: {type(subject.model).__name__} has no attention layer to look at")
+            raise UsageError(
+                f"tasks.agreement: {type(subject.model).__name__} has no attention layer whose output could be compared"
+            )
         self.length = float(task.length)
         config = subject.model.config.get_text_config(decoder=True)
         outputs = len(self.modules) * config.hidden_size * subject.model.dtype.itemsize

@@ -67,7 +67,7 @@ class Chat:
             start = text.find(answer, len(before)) if text.startswith(before) else -1
             if start < 0:
                 raise UsageError(
-                    f"tasks.{self.task}: this chat template writes answers otherwise than its generation prompt begins them; "
+                    f"tasks.{self.task}: this chat template does not begin an answer as its generation prompt does; "
                     "give chat_template: false, or a task that generates (longeval, gsm8k, passkey)"
                 )
             found += [Piece(text[at:start], False), Piece(answer, True)]

@@ -90,7 +90,7 @@ class DistortionColumn:
         """Returns the sums of each compressed layer. Raises RunError if a sliding window is shorter than the sequences."""
         if cache.sequences.sliding is not None and cache.sequences.sliding < batch.shape[1]:
             raise RunError(
-                f"every layer of this model slides over {cache.sequences.sliding} tokens and lets go of the others, got sequences "
+                f"every layer of this model has a sliding window of {cache.sequences.sliding} tokens, got sequences "
                 f"of {batch.shape[1]}; give a smaller 'tasks.distortion.length'"
             )
         model, found = self.subject.model, {}

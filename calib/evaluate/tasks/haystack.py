@@ -58,7 +58,9 @@ def case_depths(grid: Grid, subject: Subject) -> list[tuple[int, float]]:
 def running_text(task: str, subject: Subject, text: str) -> RunningText:
     """Splits the text into sentences with their token counts; raises UsageError for a slow tokenizer or text without sentences."""
     if not subject.tokenizer.is_fast:
-        raise UsageError(f"tasks.{task}: this tokenizer is none of the tokenizers library; leave the task out")
+        raise UsageError(
+            f"tasks.{task}: a fast tokenizer is needed (of the tokenizers library), and this is a slow one; leave the task out"
+        )
     try:
         return RunningText(subject.tokenizer, text)
     except ValueError as error:

@@ -69,7 +69,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Returns the parsed options."""
     parser = Parser(
         prog="calib export --format artifact",
-        description="Write an artifact with some of another one's tensors: what the methods that you use read.",
+        description="Write an artifact with only those tensors of another one that your methods read.",
         allow_abbrev=False,
     )
     parser.add_argument("--artifact", required=True, metavar="FILE", help="what `calib fit` wrote")

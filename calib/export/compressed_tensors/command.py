@@ -112,7 +112,7 @@ def report(
     sliding = [layer.layer for layer in layers if layer.slides]
     if sliding:
         lines.append(
-            f"layers {', '.join(map(str, sliding))} slide and have scales as well; vLLM keeps them exact with "
+            f"layers {', '.join(map(str, sliding))} have a sliding window and scales as well; vLLM keeps them exact with "
             "--kv-cache-dtype-skip-layers sliding_window"
         )
     return lines

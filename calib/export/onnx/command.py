@@ -37,7 +37,9 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument("--output", required=True, help="the folder for the .onnx files; made where it is missing")
     parser.add_argument("--seed", type=int, default=0, help="the cache's seed: where power iterations start")
     parser.add_argument(
-        "--wide", action="store_true", help="keep scales, zero points and the like in float32, for tokens beyond 65504"
+        "--wide",
+        action="store_true",
+        help="keep scales, zero points and the like in float32, for keys or values beyond 65504",
     )
     asked, rest = parser.parse_known_args(argv)
     try:

@@ -56,7 +56,7 @@ class Layout:
         """
         if len(shapes) != 1 or len(dtypes) != 1:
             raise ValueError(
-                f"the chunk has {len(shapes)} tensors, expected one of all layers alike; serve such a model without serde calib"
+                f"the chunk has {len(shapes)} tensors, expected one tensor of all layers; serve such a model without serde calib"
             )
         (shape,), (dtype,) = [tuple(int(n) for n in one) for one in shapes], dtypes
         if dtype not in DTYPES:

@@ -42,14 +42,14 @@ class Chunks:
         """Returns a chunk's layout, the codec of its KV heads, and its tensor. Raises ValueError for another model or layout."""
         if key.model_name != self.options.model:
             raise ValueError(
-                f"the chunk is of model {key.model_name}, expected {self.options.model}; give the engine's models a server each"
+                f"the chunk is of model {key.model_name}, expected {self.options.model}; run an LMCache server for each model"
             )
         layout = self.layout(MemoryLayoutDesc(chunk.get_shapes(), chunk.get_dtypes()))
         world = ObjectKey.WorldSizeFromKVRank(key.kv_rank)
         heads = self.slices.of_rank(layout.heads, world, key.kv_rank >> 16 & 0xFF)
         tensor = chunk.get_tensor(0)
         if tensor is None:
-            raise ValueError("the chunk has no memory any more, expected an object that LMCache holds")
+            raise ValueError("LMCache has freed the memory of the chunk, expected an object that it still holds")
         return layout, self.slices.codec(heads), tensor
 
 
@@ -120,5 +120,5 @@ def _bytes_of(memory: MemoryObj) -> Tensor:
     """Returns the memory as a view, uint8 `[bytes]`."""
     tensor = memory.tensor
     if tensor is None:
-        raise ValueError("the blob has no memory any more, expected an object that LMCache holds")
+        raise ValueError("LMCache has freed the memory of the blob, expected an object that it still holds")
     return tensor.view(torch.uint8).flatten()

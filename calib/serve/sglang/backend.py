@@ -23,7 +23,8 @@ logger = logging.getLogger(__name__)
 
 KEYS_AND_VALUES = "kv"  # SGLang's name of the pool of keys and values
 OTHER_INTERFACE = (
-    'whole pages are asked for by batch_get_v1 and batch_set_v1; add "interface_v1": 1 to the extra config'
+    'this function moves bytes without a shape, expected batch_get_v1 and batch_set_v1; add "interface_v1": 1 to the extra '
+    "config"
 )
 
 

@@ -37,7 +37,7 @@ class Options:
         )
         if given.get("interface_v1") not in (1, True):
             raise ValueError(
-                f"interface_v1 is {given.get('interface_v1')!r}, expected 1: without it SGLang hands over bytes of no shape; add "
+                f"interface_v1 is {given.get('interface_v1')!r}, expected 1: without it SGLang passes bytes without a shape; add "
                 '"interface_v1": 1'
             )
         return found

@@ -31,7 +31,7 @@ def cpu_order(instructions: str, tokens: int, head_dim: int, dtype: torch.dtype)
     order = found.argsort()
     if not torch.equal(found[order], torch.arange(count)):
         raise ValueError(
-            f"vLLM's CPU attention ({instructions}, {dtype}, blocks of {tokens} tokens) does not store entries as they are, or has "
-            "more of them in a block than their bits tell apart; serve with another --dtype or a smaller --block-size"
+            f"vLLM's CPU attention ({instructions}, {dtype}, blocks of {tokens} tokens) does not store entries unchanged, or has "
+            "more entries in a block than the dtype has bit patterns; serve with another --dtype or a smaller --block-size"
         )
     return order

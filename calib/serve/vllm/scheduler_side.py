@@ -103,8 +103,8 @@ class SchedulerSide:
         end = own.local + tokens
         if end % self._chunk:
             raise ValueError(
-                f"the engine takes {tokens} stored tokens behind {own.local}, expected up to a multiple of {self._chunk}, as it "
-                "was told; serve it with another connector"
+                f"the engine loads {tokens} stored tokens after {own.local} of its own, expected a sum that is a multiple of "
+                f"{self._chunk}; serve it with another connector"
             )
         for index in range(own.local // self._chunk, end // self._chunk):
             held = max(0, own.local - index * self._chunk) // self._block
