@@ -124,7 +124,7 @@ def test_a_tokenizer_without_a_template_is_refused(model, task, options):
         ("{{ raise_exception('no user here') }}", "chat template refuses a question (no user here)"),
         (
             "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}A:{% endif %}",
-            "otherwise than",
+            "does not begin an answer as its generation prompt does",
         ),
     ],
 )

@@ -178,7 +178,7 @@ def test_what_cannot_be_planned_is_told_in_one_line(more, said, toy, tmp_path, m
 def test_a_file_for_the_plan_is_refused_without_one(toy, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert cli.main(words(toy / "llama", toy / "text.txt", "--plan_json=plan.json")) == 2
-    assert "only with --plan" in capsys.readouterr().err
+    assert "there is no plan to write; add --plan" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 

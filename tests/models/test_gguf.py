@@ -153,7 +153,7 @@ def forgets_the_end(own: PreTrainedTokenizerFast) -> None:
 @pytest.mark.parametrize(
     ("forgets", "line"),
     [
-        (forgets_merges, "its tokenizer reads .Hello, world!"),
+        (forgets_merges, "the written tokenizer reads .Hello, world!"),
         (forgets_the_template, "its tokenizer has the chat template"),
         (forgets_the_end, "its tokenizer has the special tokens"),
     ],
