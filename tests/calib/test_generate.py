@@ -45,7 +45,7 @@ def test_special_probes_are_those_of_the_models_tokenizer(model, capsys):
 
 def test_agreement_is_told_in_words():
     assert agreement([1, 2], [1, 2]) == "all 2 tokens agree"
-    assert agreement([1, 2, 3], [1, 5, 3]).startswith("the first 1 of 3 tokens agree; behind a token that differs")
+    assert agreement([1, 2, 3], [1, 5, 3]).startswith("the first 1 of 3 tokens agree; after the first different token")
     assert agreement([1, 2, 3], [1, 2]).startswith("the first 2 of 3 tokens agree")
     assert agreement([1], [2]).startswith("none of 1 tokens agrees")
 
