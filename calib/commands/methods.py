@@ -6,10 +6,10 @@ from calib.arguments import Parser
 from calib.method_catalogue import Entry, catalogue, chosen, corrections
 
 START = """\
-Start with kivi at 4 bits: it needs no fit, and on the embedded model no task tells it from the full cache at a third of the
-memory (docs/how_to_choose.md).
+Start with kivi at 4 bits: it needs no fit, and on the embedded model no task shows a loss against the full cache, at a third
+of the memory (docs/how_to_choose.md).
     calib generate --model FOLDER --method kivi --bits 4 --prompt-file long.txt
-With a fit, klt keeps as much with fewer bits and takes a budget instead of options:
+With a fit, klt keeps as much with fewer bits, and you give it a budget instead of single options:
     calib fit --model.path FOLDER --data.text corpus.txt
     calib generate --model FOLDER --artifact NAME.calib.safetensors --method klt --bits 2 --prompt-file long.txt
 """
@@ -37,10 +37,10 @@ def run(argv: Sequence[str]) -> int:
 
 
 def about(entry: Entry) -> str:
-    """Returns in words whether the method needs a fit, and the address of its description, if any."""
+    """Return in words whether the method needs a fit, and the address of its description, if any."""
     return f"{entry.fit}{f'; {entry.link}' if entry.link else ''}"
 
 
 def options(entry: Entry) -> str:
-    """Returns the method's options with their defaults, in one line."""
+    """Return the method's options with their defaults, in one line."""
     return ", ".join(f"{name}={default}" for name, default in entry.options.items()) or "no options"

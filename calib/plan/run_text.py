@@ -9,8 +9,8 @@ from calib.plan.text import TIME, drawn, model_sentence, stage_times, wrapped
 AT_MOST = "<= "  # sizes of transformers' quantized caches are not predicted; the exact cache is their upper bound
 WHAT = "the model's own forwards over one layer with random weights, times layers and tokens"
 NOT_IN_TIME = (
-    f"{WHAT}. What methods add to a forward or take off it is not in it, nor loading, downloads, sampling text, checking "
-    "and writing."
+    f"{WHAT}. The time that methods add or save is not included, nor loading, downloads, sampling text, checking and "
+    "writing."
 )
 
 

@@ -83,7 +83,7 @@ class HumanEval:
         if not self.run_code:
             raise UsageError(
                 "tasks.humaneval runs the code that the model writes, on this machine, with your rights and in no sandbox; "
-                "give run_code: true where that may be, such as in a container without network"
+                "give run_code: true where this is acceptable, such as in a container without network"
             )
         for _ in self.questions(self.cases, chat=False):  # checks every line before the model is loaded
             pass
