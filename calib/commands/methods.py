@@ -6,7 +6,7 @@ from calib.arguments import Parser
 from calib.method_catalogue import Entry, catalogue, chosen, corrections
 
 START = """\
-Start with kivi at 4 bits: it needs no fit, and on the embedded model no task shows a loss against the full cache, at a third
+Start with kivi at 4 bits: it needs no fit, and on the embedded model no task distinguishes it from the full cache, at a third
 of the memory (docs/how_to_choose.md).
     calib generate --model FOLDER --method kivi --bits 4 --prompt-file long.txt
 With a fit, klt keeps as much with fewer bits, and you give it a budget instead of single options:
