@@ -64,9 +64,7 @@ def llama_config(found: Mapping[str, Any], source: Path) -> LlamaConfig:
         raise UsageError(f"'{source}' is {what}, expected the plain weights of {ARCHITECTURE}; give Baichuan2 7B")
     # The 13B model's configuration has model_max_length, but no max_position_embeddings.
     if "max_position_embeddings" not in found or found.get("hidden_size") == 5120:
-        raise UsageError(
-            f"'{source}' has ALiBi instead of RoPE (the 13B model), which no Llama has; give Baichuan2 7B"
-        )
+        raise UsageError(f"'{source}' has ALiBi instead of RoPE (the 13B model), which no Llama has; give Baichuan2 7B")
     for name in SAME:
         if name not in found or (name in NUMBERS and (type(found[name]) is not int or found[name] < 1)):
             raise UsageError(f"'{source / 'config.json'}': {name} is {found.get(name, 'not there')}; download it again")
