@@ -98,7 +98,7 @@ class Components(Statistic):
             centred[name] = tokens_of(x, looked_at) - mean[:, None]
             measured[name] = centred[name] @ transform.mT, deviation
             y, deviation = measured[name]
-            add(self.energy[number, layer], self.error[number, layer], y, deviation, self.widths, FACTORS)
+            add(self.energy[number, layer], self.error[number, layer], y, deviation, FACTORS, widths=self.widths)
         if bases.rest is None:
             return
         measured[PREDICTED] = self._rest(bases, bases.rest, layer, *measured["keys.klt.before"], centred["values.klt"])
@@ -106,9 +106,9 @@ class Components(Statistic):
             y, deviation = measured[SIZED.get(name, name)]
             sums, size = (self.sized_energy[number, layer], self.sized_error[number, layer]), size_of(y, deviation)
             if name == PREDICTED:  # their basis weighs errors in units of the size
-                add(*sums, y / size, deviation, self.widths, SIZED_FACTORS)
+                add(*sums, y / size, deviation, SIZED_FACTORS, widths=self.widths)
             else:
-                add(*sums, y, deviation, self.widths, SIZED_FACTORS, size)
+                add(*sums, y, deviation, SIZED_FACTORS, size, self.widths)
 
     @staticmethod
     def _rest(
@@ -200,9 +200,9 @@ def add(
     error: Tensor,
     y: Tensor,
     deviation: Tensor,
-    widths: Sequence[float],
     factors: Sequence[float],
     size: Tensor | None = None,
+    widths: Sequence[float] = GAUSSIAN,
 ) -> None:
     """Adds squares of components `y [H, n, D]` to `energy [H, D]`, and squared quantisation errors to `error [H, D, 8, factors]`.
 
