@@ -47,13 +47,13 @@ class Method(Protocol):
     # Optional.
 
     packs: ClassVar[tuple[type[Codec], ...]] = ()
-    """The codecs by which it may pack tokens; none where tokens are exact, evicted or fetched."""
+    """The codecs with which the method may encode tokens; none if tokens are exact, evicted or fetched."""
 
     needs_fit: ClassVar[bool] = False
-    """Whether it cannot do without an artifact."""
+    """Whether the method needs an artifact."""
 
     own_corrections: ClassVar[bool] = False
-    """Whether its own options say what `corrections` says for other methods."""
+    """Whether the method has correction options of its own and takes no `corrections`."""
 
     def paper_bits(self, cache: CountedCache) -> float | None:
         """Returns bits per value as its paper counts them (`paper_counting.py`); None if it has no formula for these options."""

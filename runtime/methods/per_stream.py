@@ -38,7 +38,7 @@ class PerStream(Generic[T]):
 
 
 Streams: TypeAlias = Mapping[str, T] | PerStream[T]
-"""How an option says both: `bits: int | Streams[int]`."""
+"""The type of an option with a value for keys and one for values, as in `bits: int | Streams[int]`."""
 
 
 def is_per_stream(option: Any) -> bool:

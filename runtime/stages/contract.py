@@ -228,7 +228,7 @@ class Codec(Protocol):
     # Optional: export.
 
     onnx_writer: ClassVar[str | None] = None
-    """The name in `calib/export/onnx/codec.py` of what writes it as graphs; None: nothing does."""
+    """The name of its ONNX writer in `calib/export/onnx/codec.py`; None if it cannot be exported to ONNX."""
 
 
 class Transform(Protocol):
