@@ -106,13 +106,14 @@ def test_what_is_loaded_is_what_the_codec_has_in_the_methods_own_encoding(model,
 @pytest.mark.arithmetic
 @pytest.mark.parametrize("case", KEEPING, ids=str)
 def test_a_cache_is_saved_as_it_decodes(model, artifact, case, tmp_path):
-    """What is read back of it is what attention meets, and what the codec is given; also behind decode steps."""
+    """What is read back of it is what attention reads, and what the codec is given; also after decode steps and a later turn, whose
+    blocks may lie in tiers of their own."""
     path, codec = tmp_path / "prefix.safetensors", Codec.from_artifact(artifact, bits=BITS)
     with opened(case, model) as cache:
         fed = rows_of(model)
         feed(cache, fed, columns=COLUMNS)
-        for step in range(5):
-            new = rows_of(model, [1, 1, 1], seed=30 + 3 * step)
+        for step, sizes in enumerate([*[[1, 1, 1]] * 5, [50, 3, 40]]):
+            new = rows_of(model, sizes, seed=30 + 3 * step)
             fed = [Tokens(*(torch.cat(pair, 2) for pair in parts(*both))) for both in zip(fed, new, strict=True)]
             feed(cache, new)
         cache.save(path, storage_bits=BITS)
