@@ -18,6 +18,7 @@ from calib.plan.meta_model import MetaModel, one_layer, read_meta_model, without
 from calib.plan.meta_tensors import META, MetaTensors
 from calib.plan.peaks import transients
 from calib.plan.probe import Pace
+from calib.statistics.components import FACTORS, GAUSSIAN, add
 
 MIB = 2**20
 ROOT = Path(__file__).parents[2]
@@ -172,6 +173,19 @@ def test_every_architecture_is_walked_without_numbers(kind):
     twice = transients(Calibration("x"), meta_model, Sizes(64, 4, 2, batch=4))
     assert found["sensitivity"] == twice["sensitivity"] > found["clip"]  # a sequence at a time, all layers at once
     assert all(found[stage] < twice[stage] <= 2 * found[stage] for stage in found if stage != "sensitivity")
+
+
+def test_one_bit_width_of_components_takes_as_much_memory_as_all():
+    """A plan counts the memory of one (`transients`)."""
+    found = []
+    with torch.no_grad(), MetaTensors() as memory, META:
+        y, deviation = torch.empty(2, 500, 16), torch.empty(2, 16)
+        energy, error = torch.empty(2, 16), torch.empty(2, 16, len(GAUSSIAN), len(FACTORS))
+        for widths in (GAUSSIAN[:1], GAUSSIAN):
+            before = memory.most = memory.held
+            add(energy, error, y, deviation, FACTORS, widths=widths)
+            found.append(memory.most - before)
+    assert found[0] == found[1] >= 2 * y.nbytes
 
 
 def test_bytes_are_counted_while_tensors_exist():
