@@ -33,16 +33,7 @@ def exchange(
 
 
 def host_gather(pages: Tensor, numbers: Tensor, slots: Tensor, wanted: Tensor, into: Tensor) -> None:
-    """Copies tokens from host pages into entries on the device.
-
-    Args:
-        pages: `[pages, kv_heads, page_tokens, W]`, with key and value of a token in one row: host memory that is mapped to the
-            device, or ordinary host memory.
-        numbers: page of each entry's token, int64 `[rows, kv_heads, n]`; any number if it is not wanted.
-        slots: the token's slot in its page, int64 of the same shape.
-        wanted: entries to copy, bool of the same shape.
-        into: `[rows, kv_heads, n, W]`, updated where `wanted`.
-    """
+    """Copies the `wanted` tokens from host pages into entries on the device. Arguments as in `reference.host_gather`."""
     if prefers_triton(into.device):
         from calib.kernels.host_gather import triton
 
