@@ -73,7 +73,7 @@ def pursuit_by_products(x: Tensor, atoms: Tensor, sparsity: int) -> tuple[Tensor
 
 
 def taken_away(residual: Tensor, atoms: Tensor, index: Tensor) -> Tensor:
-    """Returns R . d of one atom `index [V]` for every `residual [V, d]`, and subtract that multiple of the atom from it, in place.
+    """Returns R . d of one atom `index [V]` for every `residual [V, d]`, and subtracts that multiple of the atom from it, in place.
 
     Products are summed vector by vector: the rounding of a matrix product depends on the number of vectors, and a token's
     coefficients must not.

@@ -1,4 +1,4 @@
-"""Gathers the query rows of probes on a GPU into one tensor for the passes over the keys, and convert known log-sum-exps."""
+"""Gathers the query rows of probes on a GPU into one tensor for the passes over the keys, and converts known log-sum-exps."""
 
 import torch
 import triton
@@ -16,7 +16,7 @@ def rows_of_probes(
     probes, heads, unit,
     D: tl.constexpr, WIDTH: tl.constexpr, OWNED: tl.constexpr, CHOSEN: tl.constexpr, SUMMED: tl.constexpr,
 ):  # fmt: skip
-    """Gathers rows and convert log-sum-exps; a program handles a tile of probes of a head.
+    """Gathers rows and converts log-sum-exps; a program handles a tile of probes of a head.
 
     CHOSEN: `query` and `sums` have a row for every token; those of the probes are copied to `asked [rows, heads, probes, D]`.
     SUMMED: `normalisers` receive what `row_normalisers` would compute, from the log-sum-exps `sums`.

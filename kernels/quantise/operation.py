@@ -66,7 +66,7 @@ def encode_pair(
 
 
 def encode_fixed(x: Tensor, bits: int, clip: Tensor | float, prologue: Prologue = IDENTITY) -> Tensor:
-    """Quantises with the fixed range [-clip, clip], to which a calibrated transform has scaled the tokens, and pack.
+    """Quantises with the fixed range [-clip, clip], to which a calibrated transform has scaled the tokens, and packs.
 
     Args:
         x, bits, prologue: as for `encode_uniform`.

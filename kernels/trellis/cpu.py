@@ -1,5 +1,6 @@
-"""Calls `trellis.c`: encode components as trellis-coded words, and decode words to levels, on a CPU. The result of a token depends
-on neither other tokens nor the number of threads."""
+"""Calls `trellis.c`: encodes components as trellis-coded words, and decodes words to levels, on a CPU.
+
+The result of a token depends on neither other tokens nor the number of threads."""
 
 import ctypes
 from functools import cache
