@@ -1,4 +1,5 @@
-"""Every kernel compiled for the GPUs that are served, its inner loop held to its limits, by processes that interpret nothing."""
+"""Compiles every Triton kernel for the supported GPUs and checks the limits of its inner loop, in processes without
+TRITON_INTERPRET."""
 
 import os
 import subprocess
@@ -28,14 +29,14 @@ def summed(NUMBERS, OUT, count, CONVERTED: tl.constexpr):
 
 
 def compiling(*arguments: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """A process of Python that compiles kernels; it finds modules of `folder`."""
+    """Run Python with these arguments, without TRITON_INTERPRET, and with `folder` on its module path."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     if folder:
         environment["PYTHONPATH"] = os.pathsep.join([str(folder), *sys.path])
     return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, env=environment)
 
 
-# The others take twice as long again.
+# The capability that is always compiled for. The others, which take twice as long together, are marked slow.
 OFTEN = 90
 
 
@@ -55,14 +56,16 @@ def test_kernels_compile_within_their_limits(operation, capability, record_prope
 
 
 def test_decode_attention_is_held_to_limits():
-    """The limits of the design: instructions that a code costs, for the two widths whose bandwidth is the aim."""
+    """The loop of every specialisation of attention is checked. The limits of 4 and 2 bits, in instructions per code, are at most
+    the design's."""
     limits = {name: (one.codes, one.most) for name, one in declared("attend").items() if not name.startswith("merge")}
     assert all(codes > 0 for codes, _ in limits.values())
     assert limits["4 bits, calibrated keys"][1] <= 2.6 and limits["2 bits, calibrated keys"][1] <= 1.8
 
 
 def test_every_shape_of_a_program_is_compiled():
-    """Query rows of a KV head, heads of 128 and 256 channels, tokens that take few registers and many."""
+    """The declared specialisations cover the program shapes of `SHAPES` (block of query rows, warps, more than 128 channels or
+    not); light, wide streams only with the smallest block. The allowed spill is at most 176 bytes per lane."""
     attended = {name: one for name, one in declared("attend").items() if not name.startswith("merge")}
     found = {(one.constants["M"], one.warps, one.constants["DK"] > WIDE) for one in attended.values()}
     wanted = {
@@ -76,7 +79,8 @@ def test_every_shape_of_a_program_is_compiled():
 
 
 def test_codes_lie_in_two_buffers_where_registers_are_left():
-    """Of `zipcache`'s prompts and `kivi`, which were measured; before Hopper, where nothing was, in one."""
+    """On Hopper and later, the specialisations of `zipcache`'s prompts and of `kivi` have two buffers, as measured there. Those of
+    blocks of 60, rank 4 or keys per token have one, and so has every specialisation before Hopper, where nothing was measured."""
     found = declared("attend")
     two = {name for name, one in found.items() if one.stages == TWO_BUFFERS}
     measured = {
@@ -95,8 +99,8 @@ def test_codes_lie_in_two_buffers_where_registers_are_left():
 
 @pytest.mark.full
 def test_programs_fit_99_kib():
-    """What a program has on capability 8.6, 8.9 and 12.0: tokens of 256 channels beside 16 query rows, and keys put together,
-    one turn under way, positions included."""
+    """99 KiB is the shared memory of a program on capability 8.6, 8.9 and 12.0. Compiled for 8.6: exact tokens of 256 channels with
+    16 query rows, and keys that are rebuilt from components and rotated to positions per token."""
     script = """
 from dataclasses import replace
 import torch
@@ -130,7 +134,8 @@ for name, one in {
 
 @pytest.mark.full
 def test_parts_are_merged_many_at_a_time():
-    """A row of 32,768 tokens has a hundred parts: a turn of the loop reads 64 of them, every lane 16 bytes 16 times."""
+    """A row of 32,768 tokens has about a hundred parts of the softmax. An iteration of the merge loop reads 64 of them: at least 16
+    loads per lane, and no register is spilled."""
     script = """
 from calib.kernels.ahead_of_time import CAPABILITIES, compiled, declared, loop_figures
 
@@ -144,8 +149,9 @@ for capability in CAPABILITIES:
 
 @pytest.mark.full
 def test_parts_are_read_behind_the_wait():
-    """On Hopper and later: exact tokens are met before it, unless they are scores or are told; attention says at its start that the
-    next launch may begin. Before Hopper nothing is said."""
+    """Programmatic dependent launch, read from the compiled instructions. On Hopper and later the kernel of exact tokens multiplies
+    before it waits (ACQBULK) for the packed tokens' parts; if it returns scores it waits first. The kernel of packed tokens lets
+    the next launch begin (PREEXIT) before its first load. Before Hopper neither instruction occurs."""
     script = """
 from calib.kernels.ahead_of_time import CAPABILITIES, HOPPER, compiled, declared
 from calib.kernels.compiled_loop import code_and_loops, disassembled, name_of
@@ -174,14 +180,15 @@ for capability in CAPABILITIES:
 
 
 def test_fields_of_different_widths_are_held_to_those_of_one():
-    """A word to one of a token with as many bits, a code to one of a word with as many codes."""
+    """The cost of words with fields of mixed widths is compared with fields of one width: per word with a token of as many bits,
+    and per code with words of as many codes."""
     found = declared("attend")
     for name, one in found.items():
         widths = one.constants.get("KEY_WIDTHS", ())
         trellis = 0 in widths  # whose levels cost more
         if (
             len(set(widths)) > 1 and not trellis and not one.constants["HALF"]
-        ):  # rotated keys cost what putting them together costs
+        ):  # not for rotated keys, whose cost is mainly that of rebuilding them from components
             beside = {kind: found[other] for kind, other in one.beside.items()}
             words = {kind: other.words * 2 for kind, other in beside.items()} | {"own": one.words * 2}
             assert beside.keys() == {"word", "code"}, name
@@ -193,7 +200,8 @@ def test_fields_of_different_widths_are_held_to_those_of_one():
 
 @pytest.mark.full
 def test_what_misses_a_limit_is_told(tmp_path):
-    """The same kernel passes with a limit that it holds and fails with one that it does not, or where it converts."""
+    """`report` accepts a small kernel with limits that it meets, and rejects it with a tighter limit of each kind, or if it
+    converts integers to floats in its loop."""
     (tmp_path / "summing.py").write_text(KERNEL)
     script = """
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Attention on codes against decoding first: scores, mixtures, and tiles that meet in one softmax."""
+"""Attention on codes against attention on decoded tokens in float64: scores, mixtures, and a softmax that is run tile by tile."""
 
 import numpy as np
 import oracle
@@ -15,7 +15,7 @@ GROUPS = [(1, None), (1, 8), (8, 1), (32, 1), (4, 4), (32, 32), (1, 1), None]
 
 
 def decoded(codec, block, channels: int) -> torch.Tensor:
-    """x^ in float64, by the oracle."""
+    """Decode a block by the oracle (numpy, float64)."""
     if isinstance(codec, Exact):
         return block["exact"].double()
     codes = oracle.unpacked(block["words"].numpy(), codec.bits, channels)

@@ -1,4 +1,5 @@
-"""Products with codes by compiled C: those of float64, a row alone as in a batch; and by plain torch where C cannot serve."""
+"""Products of queries and weights with codes in compiled C: against float64, and bit for bit the same for a batch row alone. Inputs
+that C does not support, or a missing compiler, leave them to plain torch."""
 
 import logging
 import os
@@ -35,7 +36,7 @@ def served(monkeypatch):
 
 
 def tile(bits, channels, tokens, batch=2, heads=3, seed=0):
-    """Words as a pool shows them: a stretch of longer rows, whose other tokens are there as well."""
+    """Words in the memory layout of a pool: a slice of longer rows."""
     shape = (batch, heads, words_per_token(channels, bits), tokens + 9)
     words = torch.randint(-(2**15), 2**15, shape, dtype=torch.int16, generator=torch.Generator().manual_seed(seed))
     return words[..., 4 : 4 + tokens]
@@ -46,7 +47,7 @@ def drawn(*shape, seed=1):
 
 
 def near(found, wanted, sizes):
-    """To float32's rounding of a sum whose terms have these `sizes` together."""
+    """Whether the error is at most float32's rounding of a sum whose terms' absolute values add up to `sizes`."""
     return found.dtype == torch.float32 and bool(((found.double() - wanted).abs() <= 1e-5 * sizes + 1e-30).all())
 
 
@@ -103,7 +104,8 @@ def test_segments_have_channel_scales_of_their_own(segment):
 @pytest.mark.parametrize("tokens", [1, 16, 47, 512])
 @pytest.mark.parametrize(("widths", "counts"), RAGGED)
 def test_heads_side_by_side_and_keys_that_are_turned(widths, counts, tokens):
-    """Of heads with fewer words the query is 0, and what is mixed there means nothing."""
+    """The words of all heads in one row: scores and mixtures of codes, and scores of keys that are rebuilt from codes and rotated.
+    Components that a head has no word for get a query of 0, and their mixtures, which are undefined, are not compared."""
     components, draw = planes(widths) * max(counts), torch.Generator().manual_seed(5)
     words = torch.randint(-(2**15), 2**15, (2, 1, sum(counts), tokens), dtype=torch.int16, generator=draw)
     codes = unpack_columns(spread_heads(words, counts), widths, components).double()
@@ -174,7 +176,7 @@ def test_blocks_that_do_not_make_up_the_tokens_are_refused():
 
 
 def forget():
-    """What this process has loaded."""
+    """Clear this process's caches of loaded libraries and of the compiler."""
     compiled.library.cache_clear()
     compiled.library_of_rows.cache_clear()
     compiled._compiler.cache_clear()
@@ -182,7 +184,7 @@ def forget():
 
 @pytest.fixture
 def fresh(monkeypatch, tmp_path):
-    """No library yet, and an empty folder for it."""
+    """The folder of compiled libraries, which does not exist yet; nothing is loaded."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     forget()
     yield tmp_path / "calib" / "compiled"
@@ -215,7 +217,7 @@ def test_what_a_killed_process_left_goes_with_the_next_library(fresh):
 @there
 @pytest.mark.full
 def test_a_library_is_of_one_number_of_query_rows(fresh):
-    """With a form of every function for each number it took minutes to compile; the file grows as these do."""
+    """A library for all numbers of query rows took minutes to compile. Its size would show it: this one is below 200 kB."""
     assert compiled.library_of_rows(pages_cpu.SOURCE, 4) is not None
     (kept,) = fresh.iterdir()
     assert kept.stat().st_size < 200_000
@@ -223,7 +225,7 @@ def test_a_library_is_of_one_number_of_query_rows(fresh):
 
 @pytest.mark.skipif(not hasattr(os, "killpg"), reason="no groups of processes")
 def test_a_compiler_that_is_late_ends_with_its_children(fresh, monkeypatch, tmp_path, caplog):
-    """They would go on, and make the next one late."""
+    """After its timeout the compiler's children are killed as well: they would slow down the next compiler."""
     monkeypatch.setenv("CC", str(tmp_path / "late"))
     monkeypatch.setattr(compiled, "SECONDS", 1)
     script, pipe = tmp_path / "late", tmp_path / "pipe"
@@ -244,7 +246,7 @@ def test_a_compiler_that_is_late_ends_with_its_children(fresh, monkeypatch, tmp_
 
 @pytest.mark.parametrize("compiler", [None, "fails", "writes nothing that loads"])
 def test_without_a_working_compiler_there_is_no_library(fresh, monkeypatch, tmp_path, caplog, compiler):
-    """And the products are there all the same."""
+    """A message says so, and products are those of plain torch."""
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
     if compiler:

@@ -1,4 +1,4 @@
-"""Exact tokens joined with other parts of a softmax by one kernel, interpreted, against float64."""
+"""The kernel that attends exact tokens and merges other parts of the softmax, interpreted, against float64."""
 
 from dataclasses import replace
 
@@ -14,13 +14,13 @@ from calib.kernels.attend.triton import MOST_ROWS
 
 pytestmark = pytest.mark.arithmetic
 
-# A factor of two bfloat16 numbers has 16 bits, one of two float16 numbers 22.
+# The kernel splits a factor into two numbers of the tokens' dtype: 16 bits with bfloat16, 22 with float16.
 TOLERANCE = {torch.float32: FLOAT32_ATTENTION, torch.float16: FLOAT32_ATTENTION, torch.bfloat16: SPLIT_SCORES}
 
 
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch):
-    """What the kernel is to write holds NaN before."""
+    """Output buffers are filled with NaN, so that numbers which the kernel did not write are noticed."""
     monkeypatch.setenv("CALIB_KERNELS", "triton")
     monkeypatch.setattr(
         exact_triton, "room", lambda shape, like, dtype=torch.float32: torch.full(shape, torch.nan, dtype=dtype)
@@ -37,12 +37,12 @@ class Asked:
     def __init__(self, dtype, query_rows, dims, counts, parts, columns=1, masked="rows", softcap=None, runs=1):
         rows, heads, (key_dim, value_dim), draw = 2, 3, dims, iter(range(100))
         self.softcap, self.query = softcap, drawn(rows, heads, query_rows, key_dim, seed=next(draw)) / 4
-        # Slots of longer windows, of tensors whose heads lie inside tokens: a ring's, and what a model makes.
+        # Slices of longer tensors. Keys lie in memory as a projection leaves them, tokens before heads.
         keys = [drawn(rows, n + 5, heads, key_dim, seed=next(draw)).to(dtype)[:, 2 : 2 + n] for n in counts]
         keys = [part.transpose(1, 2) for part in keys]
         values = [drawn(rows, heads, n + 5, value_dim, seed=next(draw)).to(dtype)[:, :, 3 : 3 + n] for n in counts]
         scores = [self.query.double() @ part.double().mT for part in keys]
-        given = len(counts) - 2  # a group whose scores are given, between the window's and the new tokens'
+        given = len(counts) - 2  # the group between the window and the new tokens has scores and no keys
         self.groups = tuple(
             ExactGroup(values[i], None if i == given else keys[i], scores[i].float() if i == given else None)
             for i in range(len(counts))
@@ -57,7 +57,7 @@ class Asked:
         mixing = [drawn(rows, heads, 9, value_dim, seed=next(draw)) for _ in range(parts)]
         self.parts = []
         for number, (own, mixed) in enumerate(zip(others, mixing, strict=True)):
-            if runs > 1 and number != 1:  # with one more that meets nothing; the second part is whole
+            if runs > 1 and number != 1:  # several runs, and one without any token; the second part has a single run
                 own, mixed = own.unflatten(-1, (runs, -1)).movedim(3, 2), mixed.unflatten(2, (runs, -1))
                 own = torch.cat([own, torch.full_like(own[:, :, :1], -torch.inf)], 2)
                 mixed = torch.cat([mixed, mixed[:, :, :1]], 2)
@@ -104,14 +104,14 @@ def test_exact_tokens_are_joined_with_other_parts(dtype, query_rows, dims, softc
 @pytest.mark.parametrize("masked", ["rows", "heads", "all", None])
 @pytest.mark.parametrize(("columns", "counts"), [(1, (1, 1)), (3, (5, 33, 3))])
 def test_masks_of_rows_heads_and_columns(masked, columns, counts):
-    """Of a query row, group-major, its column's."""
+    """Query rows are group-major: row r has the mask of column r % columns."""
     Asked(torch.float32, 4 * columns, (32, 32), counts, 1, columns, masked).check(torch.float32)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("query_rows", [2, 9])
 def test_some_keys_of_a_window_are_scores_elsewhere(dtype, query_rows):
-    """By number; their own slots hold anything, or are not there."""
+    """`index` maps a slot to its score. The keys of such slots are NaN, or missing behind the 30th slot, and are not read."""
     asked = Asked(dtype, query_rows, (32, 48), (37, 7, 2), 2)
     window, index = asked.groups[0], torch.full((2, 37), -1, dtype=torch.int32)
     index[0, 30:], index[1, 20:] = torch.tensor([3, 4, 9, 1, 0, 2, 7]), torch.arange(17).flip(0)
@@ -131,8 +131,8 @@ def test_some_keys_of_a_window_are_scores_elsewhere(dtype, query_rows):
     [(1, (64, 64), 1, 9), (3, (20, 80), 2, 3), (9, (32, 128), 3, 9), (17, (16, 256), 1, 3), (2, (32, 32), 6, 3)],
 )
 def test_parts_of_several_runs_are_joined(dtype, programs, query_rows, dims, parts, runs, monkeypatch):
-    """Also by programs for pieces of the values' channels, where few would join all; more parts than the kernel takes are joined
-    before."""
+    """Each part has several unmerged runs. The value channels are split over programs if the device would else have too few; parts
+    beyond the kernel's limit are merged before the launch."""
     monkeypatch.setattr(exact_triton, "fills", lambda device: programs)
     launched = watch(monkeypatch, "attend")
     Asked(dtype, query_rows, dims, (20, 7, 1), parts, runs=runs).check(dtype)
@@ -143,7 +143,8 @@ def test_parts_of_several_runs_are_joined(dtype, programs, query_rows, dims, par
 
 
 def test_pieces_of_channels():
-    """As many as are wanted, of 32 channels at least; of many query rows so many that a program can read two runs."""
+    """Value channels are split into as many pieces as asked for, of at least 32 channels; with a block of 16 query rows also into
+    enough pieces for a program to hold two runs."""
     assert [pieces_of(128, 8, wanted) for wanted in (0, 1, 2, 3, 4, 100)] == [1, 1, 2, 2, 4, 4]
     assert [pieces_of(channels, 8, 100) for channels in (16, 64, 80, 256)] == [1, 2, 4, 8]
     assert pieces_of(256, 16, 1) == 2
@@ -155,7 +156,8 @@ def test_more_parts_than_the_kernel_takes(parts):
 
 
 def test_what_is_hidden_from_a_query_has_no_part():
-    """A part of nothing beside a window of which no slot is in use; and a query that meets no token at all has 0."""
+    """A query whose tokens are all masked, beside a part without tokens, has the output 0. If one token is visible, the output is
+    that token's value."""
     new, window = (drawn(1, 2, n, 16, seed=n) for n in (1, 40))
     tokens = ExactTokens((ExactGroup(window, window), ExactGroup(new, new)), torch.ones(1, 1, 1, 41, dtype=torch.bool))
     nothing = Attended(torch.full((1, 2, 1, 1), -1e38), torch.zeros(1, 2, 1, 1), torch.zeros(1, 2, 1, 16), None)
@@ -166,7 +168,7 @@ def test_what_is_hidden_from_a_query_has_no_part():
 
 
 def test_what_is_not_served():
-    """More query rows or channels, another type, numbers of a token that lie apart, and where a derivative is asked for."""
+    """More query rows or channels than the kernel's limits, another dtype, channels that are not contiguous, gradients."""
     new = torch.zeros(1, 2, 1, 32)
     tokens, query = ExactTokens((ExactGroup(new, new),)), torch.zeros(1, 2, MOST_ROWS, 32)
     assert operation.exact_supported(query, tokens)

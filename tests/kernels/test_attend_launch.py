@@ -1,4 +1,4 @@
-"""What a launch of attention costs the host, counted in calls of Python functions: the kernel itself is not run."""
+"""Host cost of launching attention, counted in calls of Python functions. The kernel itself is not run."""
 
 import sys
 from functools import partial
@@ -14,7 +14,8 @@ from calib.kernels.attend.specialisations import exact_stream, rope_tables_of, s
 
 pytestmark = pytest.mark.arithmetic
 
-# A launch has some hundred arguments; making its assembly there took 1,100 calls for 4 bits and 2,900 for 2.
+# Largest number of calls per launch. With the PTX text of the unpacking built at each launch there were 1,100 calls for 4 bits, and
+# 2,900 for 2.
 MOST = 300
 
 
@@ -32,7 +33,8 @@ def calls(work) -> int:
 
 @pytest.mark.parametrize("bits", [1, 2, 4, (6, 4, 3, 2, 1)], ids=str)
 def test_a_launch_makes_nothing_that_the_compiler_makes(bits, monkeypatch):
-    """As on a GPU: for the compiler, not for the interpreter."""
+    """The second launch takes few calls, so nothing that only compilation needs is built again. Constants are those of a compiled
+    kernel, not of an interpreted one."""
     monkeypatch.setattr(page_launch, "constants_of", partial(constants_of, interpreted=False))
     launched = watch(monkeypatch, "attend", runs=False)
     keys, values = stream_of(bits, CHANNEL, 32, channels=80), stream_of(bits, TOKEN, channels=80)
@@ -45,7 +47,8 @@ def test_a_launch_makes_nothing_that_the_compiler_makes(bits, monkeypatch):
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0), (12, 0)], ids=str)
 def test_programs_fit_where_shared_memory_is_little(capability, monkeypatch):
-    """As `test_ahead_of_time.test_programs_fit_99_kib` compiles them."""
+    """Capabilities with 99 KiB of shared memory get smaller blocks and one stage, as compiled in
+    `test_ahead_of_time.test_programs_fit_99_kib`."""
     little = capability not in ((8, 0), (9, 0))
     monkeypatch.setattr(page_launch, "capability_of", lambda device: capability)
     wide, components = exact_stream(256), stream_of((6, 4, 3, 2, 1), channels=80)

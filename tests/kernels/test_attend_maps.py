@@ -1,4 +1,4 @@
-"""Attention's kernels fold what lies between a model's numbers and codes: the scale of scores, and maps of channels."""
+"""Attention's kernels apply the scale of scores and affine maps of channels (`ChannelMap`) themselves, interpreted."""
 
 from dataclasses import replace
 
@@ -23,7 +23,7 @@ def interpreted(monkeypatch):
 
 
 def mapped(pages, rows, scale, zero, divides):
-    """The pages with a map of these shapes, and what it makes of their tokens: by row, float64 `[rows, pages, kv_heads, ...]`."""
+    """The stream with a map of these shapes, and the mapped tokens of each row, float64 `[rows, pages, kv_heads, ...]`."""
     draw = torch.Generator().manual_seed(9)
     scales = None if scale is None else (0.5 + torch.rand(scale, generator=draw)).half()
     zeros = None if zero is None else torch.randn(zero, generator=draw).half()
@@ -47,7 +47,8 @@ def mapped(pages, rows, scale, zero, divides):
     ids=["rows", "heads", "divisors", "one zero"],
 )
 def test_maps_of_channels(kinds, scale, zero, divides):
-    """Of keys in the query and a constant, of values in the mixture: as if tokens were what the map makes of codes."""
+    """Attention over streams with a map is that of float64 over the mapped tokens. (The kernel applies the map of keys to the
+    query, and that of values to the mixture.)"""
     shape = (3, HEADS, PAGE, CHANNELS)
     kinds = [Kind(4, name, 32 if name == "channel" else 1) for name in kinds.split()]
     keys, values = (pages_of(kind, shape, seed) for seed, kind in enumerate(kinds))
@@ -65,7 +66,8 @@ def test_maps_of_channels(kinds, scale, zero, divides):
 @pytest.mark.full
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_a_query_as_the_model_made_it_is_scaled_in_the_kernels(dtype):
-    """Bit for bit what the scaled query gives; exact tokens' output is in the query's dtype."""
+    """A query in 16 bits with `scale` gives the same bits as the query multiplied by it in float32 before; the output of exact
+    tokens is in the query's dtype."""
     keys, values = (pages_of(Kind(4, "token"), (2, HEADS, PAGE, 32), seed) for seed in range(2))
     query, scale, span = asked(keys, query_rows=4, size=6.0).to(dtype), 0.3, whole(keys, [1, 0], used=[90])
     found, expected = (

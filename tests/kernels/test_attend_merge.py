@@ -1,4 +1,4 @@
-"""Parts of a softmax joined by the kernel, interpreted, against float64: as many as a long row has, and parts of nothing."""
+"""The kernel that merges parts of a softmax, interpreted, against float64: up to 200 parts, and parts without tokens."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def test_parts_become_one(splits, rows, channels):
     mass = torch.rand(2, splits, rows, generator=draw) + 0.5
     mixed = torch.randn(2, splits, rows, channels, generator=draw)
     if splits > 2:
-        top[:, 1::3], mass[:, 1::3], mixed[:, 1::3] = float(NOTHING.value), 0.0, 0.0  # runs that the rows do not reach
+        top[:, 1::3], mass[:, 1::3], mixed[:, 1::3] = float(NOTHING.value), 0.0, 0.0  # runs without a token of the row
     found = [torch.full(shape, torch.nan) for shape in ((2, rows), (2, rows), (2, rows, channels))]
     merge[(2, rows)](top, mass, mixed, *found, *[None] * 7, splits, rows, 1, **merge_constants((channels, 0, 0, 0)))
     shares = (top.double() - top.double().amax(1, keepdim=True)).exp()
@@ -42,7 +42,8 @@ def test_parts_of_nothing_stay_finite():
 @pytest.mark.parametrize("sized", [False, True])
 @pytest.mark.parametrize(("components", "channels", "behind"), [(48, 64, 0), (80, 128, 81), (33, 20, 5)])
 def test_components_become_channels(sized, components, channels, behind):
-    """Of two heads with axes of their own; of keys' codes and their sizes, which lie behind, what they predict is added."""
+    """The merge maps mixtures of components to channels by each head's axes (`CodeFold`). With `behind`, mixtures of the keys'
+    codes follow the components, and the values that they predict are added."""
     draw, rows, splits = torch.Generator().manual_seed(components), 3, 5
     wide = components + sized + behind
     top, mass = (torch.rand(4, splits, rows, generator=draw) for _ in range(2))
@@ -84,7 +85,7 @@ def test_components_become_channels(sized, components, channels, behind):
 
 @pytest.mark.full
 def test_runs_wait_to_be_joined(monkeypatch):
-    """Where mixtures are of channels already; plain torch joins them as the kernel does."""
+    """With `runs` no merge is launched if mixtures are of channels already; merged by plain torch, the runs give the same part."""
     monkeypatch.setenv("CALIB_KERNELS", "triton")
     monkeypatch.setattr(triton, "_programs", lambda device: 16)
     keys, values = (pages_of(Kind(4, "token"), (4, 2, 64, 32), seed) for seed in range(2))

@@ -1,5 +1,5 @@
-"""A tier's pages attended by compiled C in one pass, and exact tokens joined with them: those of float64, the same bits whatever
-the threads and the other rows."""
+"""A tier's pages attended by compiled C in one pass, and exact tokens attended and merged with them, against float64. Neither the
+number of threads nor the other batch rows change a bit."""
 
 import os
 import shutil
@@ -39,7 +39,7 @@ def served(monkeypatch):
 
 
 def laid_out(pages: Pages) -> Pages:
-    """As a pool has them on a CPU: tokens side by side."""
+    """The same pages in a CPU pool's memory layout: the tokens of one channel or word are contiguous."""
     stream = pages.stream
     parts = {
         name: getattr(stream, name).permute(1, 3, 0, 2).contiguous().permute(2, 0, 3, 1)
@@ -77,7 +77,7 @@ def check(query, keys, values, span, constant=None, softcap=None) -> Attended:
 @pytest.mark.parametrize("query_rows", [1, 3, 8])
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_codes_of_any_parameters(kind, query_rows):
-    """Rows of three lengths, one of them of a single token and one of none, whose pages lie in any order."""
+    """Three rows, of 720, 257 and 0 tokens, with page numbers in any order: the second has one token on its last page."""
     shape = (9, 3, 128, 64)
     keys, values = pages_of(kind, shape, 1), pages_of(kind, shape, 2)
     query = drawn(3, 3, query_rows, 64) / 4
@@ -87,7 +87,7 @@ def test_codes_of_any_parameters(kind, query_rows):
 
 @pytest.mark.parametrize("page", [8, 40, 60, 512])
 def test_pages_of_any_size_and_scales_of_their_channels(page):
-    """Those of keys, too, which no other kernel reads."""
+    """Keys have scales per channel and page, too, which the Triton kernel does not support."""
     shape = (7, 2, page, 36)
     keys, values = (pages_of(Kind(4, "token"), shape, seed, shared=seed == 2, scaled=True) for seed in (1, 2))
     span = span_of([[5, 1, 3, 0, 6]], [4 * page + 3])
@@ -115,7 +115,7 @@ def test_words_of_all_heads_side_by_side(keys, values):
 )
 @pytest.mark.parametrize("has_sizes", [None, "words", "bytes"])
 def test_keys_before_rope(own, channels, rotated, query_rows, has_sizes):
-    """And what their codes predict of values, where tokens have sizes."""
+    """Keys are rebuilt from codes of components and rotated; where tokens have sizes, the keys' codes also predict values."""
     rotation = Rotation(10000.0 ** -torch.linspace(0, 1, rotated // 2, dtype=torch.float64))
     (keys, rope_tables), values = keys_of(own, channels, 1), stored(WIDE, 2)
     sizes, of_values = (sizes_of(HEADS, PAGE, seed, 9, has_sizes == "bytes") for seed in (7, 8))
@@ -137,7 +137,7 @@ def test_keys_before_rope(own, channels, rotated, query_rows, has_sizes):
     "own", [Words((3, 4, 2, 6, 1), (3, 0, 5)), Words((8, 8), (7, 16, 2)), Words((1,) * 16, (4, 1, 2))], ids=str
 )
 def test_trellis_coded_levels(own, has_sizes):
-    """Of keys before RoPE and of values, whose numbers the words tell by those before them."""
+    """Keys before RoPE and values whose words hold trellis-coded levels: a level also depends on the words before its own."""
     rotation, channels, first = Rotation(10000.0 ** -torch.linspace(0, 1, 16, dtype=torch.float64)), 48, 1004
     draw, most = torch.Generator().manual_seed(1), max(own.counts)
     shape, wide = (3, 1, PAGE, sum(own.counts)), len(own.widths) * most
@@ -189,7 +189,7 @@ def test_a_mixture_of_components_is_brought_to_channels(has_sizes):
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_scores_of_keys_ahead(kind):
-    """Behind the tokens that are attended, up to the next page but one."""
+    """`ahead`: scores of 170 keys behind the 100 attended ones, which reach into the third page; attention is unchanged."""
     shape, query = (5, 2, 128, 48), drawn(2, 2, 3, 48) / 4
     keys, values = laid_out(pages_of(kind, shape, 1)), laid_out(pages_of(kind, shape, 2))
     span, constant = span_of([[3, 0, 4], [1, 2, 0]], [100, 100]), drawn(2, 2, 3, 1, seed=4)
@@ -201,7 +201,7 @@ def test_scores_of_keys_ahead(kind):
 
 
 def test_a_row_has_no_scores_ahead_behind_the_last_page():
-    """As many are asked for as a row needs that holds less."""
+    """`ahead` is one number for the batch. A row whose page table ends sooner has scores only up to there."""
     kind, shape, query = Kind(2, "channel", 32), (5, 2, 128, 48), drawn(2, 2, 3, 48) / 4
     keys, values = laid_out(pages_of(kind, shape, 1)), laid_out(pages_of(kind, shape, 2))
     wild = 10**9  # no page
@@ -255,7 +255,8 @@ def test_neither_threads_nor_other_rows_change_a_bit(kind):
     ("query_rows", "key_dim", "value_dim", "softcap"), [(1, 64, 64, None), (3, 20, 36, 5.0), (8, 128, 128, None)]
 )
 def test_exact_tokens_are_joined_with_other_parts(dtype, query_rows, key_dim, value_dim, softcap):
-    """A window's slots of longer ones, tokens of which scores are given, new tokens; some hidden from a row."""
+    """Slots of a window (slices of longer tensors), tokens with given scores, and new tokens; some are masked. One of the other
+    parts has no token."""
     rows, heads, counts, draw = 2, 3, (30, 7, 1), iter(range(20))
     query = drawn(rows, heads, query_rows, key_dim, seed=next(draw)) / 4
     keys = [drawn(rows, heads, 40, key_dim, seed=next(draw)).to(dtype)[:, :, 2 : 2 + n] for n in counts]
@@ -293,8 +294,8 @@ def test_exact_tokens_are_joined_with_other_parts(dtype, query_rows, key_dim, va
 
 
 def test_what_is_not_served():
-    """Masks and scores of a span; more query rows or channels; exact tokens; parameters in 32 bits; other layouts; forced plain
-    torch."""
+    """Spans that may have masks or return scores; more query rows or channels than C's limits; exact tokens in pages; parameters in
+    float32; other memory layouts; groups of 4 tokens; pages of 4 tokens."""
     kind, shape = Kind(4, "token"), (2, 2, 64, 32)
     keys, values = laid_out(pages_of(kind, shape, 1)).stream, laid_out(pages_of(kind, shape, 2)).stream
     assert operation.supported(8, keys, values, first_slots=True)

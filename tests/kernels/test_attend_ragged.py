@@ -1,4 +1,4 @@
-"""Attention by the kernel over pages that are blocks of any length, whose values' channels have scales: interpreted, in float64."""
+"""The attention kernel, interpreted, against float64: a page is a block of any length, and values have scales per channel."""
 
 import pytest
 import torch
@@ -15,7 +15,8 @@ PAGES = (20, 40, 60, 64, 100)
 
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch):
-    """What a kernel is to write holds NaN before; one program meets all pages of a head, unless a test says more."""
+    """Output buffers are filled with NaN, so that unwritten numbers are noticed. One program reads all pages of a head, unless a
+    test sets more."""
     monkeypatch.setenv("CALIB_KERNELS", "triton")
     monkeypatch.setattr(triton, "room", lambda shape, like: torch.full(shape, torch.nan))
     monkeypatch.setattr(triton, "_programs", lambda device: 1)
@@ -40,7 +41,7 @@ def test_blocks(page, bits, channels):
 @pytest.mark.parametrize("whole_pages", [0, 1])
 @pytest.mark.parametrize("page", PAGES)
 def test_blocks_in_many_runs_with_scores_and_masks(page, whole_pages, monkeypatch):
-    """Where a row has one page less than its table, the scores of that one are told too: it has none."""
+    """Returned scores cover the whole page table: a page that a row does not use has scores of -inf."""
     monkeypatch.setattr(triton, "_programs", lambda device: 16)
     keys, values = block(page, 4)
     query, draw = asked(keys, rows=2), torch.Generator().manual_seed(5)
@@ -54,7 +55,7 @@ def test_blocks_in_many_runs_with_scores_and_masks(page, whole_pages, monkeypatc
 
 
 def test_what_lies_behind_the_last_page_is_not_read():
-    """The pool ends with it: a turn that is not full must not go on behind."""
+    """A page of 20 tokens ends inside a turn of 32. Memory behind the last page holds NaN, which must not reach the result."""
     keys, values = block(20, 4)
     for pages in (keys, values):
         stream = pages.stream

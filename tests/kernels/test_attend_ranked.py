@@ -1,4 +1,5 @@
-"""Tokens that have coefficients of a few vectors beside their codes (GEAR's low rank): attended in the same pass."""
+"""Tokens with a low-rank part besides their codes (GEAR, `LowRankTerm`), attended in the same pass; interpreted, against
+float64."""
 
 from dataclasses import replace
 
@@ -10,7 +11,7 @@ from tolerances import ATTENTION, FLOAT32_ATTENTION, ROUNDED_SCORES, SPLIT_SCORE
 from calib.kernels.attend import operation, triton
 from calib.kernels.attend.operation import Attended, LowRankTerm, PageSpan
 
-# Lanes that no number lies in compute with infinities; only the interpreter tells.
+# Padding lanes compute with infinities, of which only the interpreter warns.
 pytestmark = [pytest.mark.arithmetic, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 
 HEADS, PAGE, COUNT = 2, 64, 3
@@ -18,13 +19,14 @@ HEADS, PAGE, COUNT = 2, 64, 3
 
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch):
-    """What a kernel is to write holds NaN before."""
+    """Output buffers are filled with NaN, so that unwritten numbers are noticed."""
     monkeypatch.setenv("CALIB_KERNELS", "triton")
     monkeypatch.setattr(triton, "room", lambda shape, like: torch.full(shape, torch.nan))
 
 
 def ranked(pages: Pages, rank: int, seed: int, rows: int = 1, shared: bool = False, dtype=torch.float16) -> Pages:
-    """The same pages with coefficients of `rank` vectors, of each row or of all; only the tokens of one row follow from these."""
+    """The same pages with a low-rank part: coefficients of each head or of all (`shared`), a basis for each of `rows` batch rows.
+    The returned tokens are those of row 0."""
     draw = torch.Generator().manual_seed(seed)
     count, heads, page, channels = pages.tokens.shape
     coefficients = torch.randn(count, 1 if shared else heads, page, rank, generator=draw).to(dtype)
@@ -78,7 +80,7 @@ def test_kernel(keys, values, ranks, channels, precise, monkeypatch):
 
 @pytest.mark.full
 def test_every_row_has_vectors_of_its_own(monkeypatch):
-    """And what slots hold that are not in use has no part, be it NaN."""
+    """Each batch row has its own basis. Coefficients of unused slots are NaN and do not change the result."""
     monkeypatch.setattr(triton, "_programs", lambda device: 64)
     shape = (COUNT, HEADS, PAGE, 32)
     keys, values = (ranked(pages_of(Kind(4, "fixed"), shape, seed), 3, 7 + seed, rows=2) for seed in (1, 2))

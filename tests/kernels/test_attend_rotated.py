@@ -1,4 +1,5 @@
-"""Keys as codes of components before RoPE: the kernel puts them together, turns them to their positions and attends them."""
+"""Keys stored as codes of components before RoPE: the kernel rebuilds them, rotates them to their positions and attends them.
+Interpreted, against float64."""
 
 from dataclasses import replace
 
@@ -13,26 +14,26 @@ from calib.kernels.attend import operation, triton
 from calib.kernels.attend.operation import STRIDE, PageSpan
 from calib.runtime.rotation import Rotation
 
-# Lanes that no number lies in compute with infinities; only the interpreter tells.
+# Padding lanes compute with infinities, of which only the interpreter warns.
 pytestmark = [pytest.mark.arithmetic, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 
 
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch):
-    """What a kernel is to write holds NaN before."""
+    """Output buffers are filled with NaN, so that unwritten numbers are noticed."""
     monkeypatch.setenv("CALIB_KERNELS", "triton")
     monkeypatch.setattr(triton, "room", lambda shape, like: torch.full(shape, torch.nan))
 
 
 def assert_same(query, keys, rope_tables, values, span, rotation, positions, *, precise, **options):
-    """The kernel's attention is that of float64."""
+    """Assert that the kernel's attention is that of float64."""
     assert triton.supports(query.shape[2], keys.stream, values.stream, rope_tables=True)
     scored, softcap = options.pop("scored", False), options.pop("softcap", None)
     found = operation.attend_pages(
         query, keys.stream, values.stream, span, None, softcap, scored, precise, rope_tables=rope_tables
     )
     expected = attention(query, keys, values, span, None, softcap, make_rope_tables(rotation, positions))
-    # A turned key is rounded as its query is, and its channels are sums of numbers as large as the largest component's.
+    # A rotated key is rounded like its query, and its channels are sums of terms as large as the largest component's.
     of_scores, of_output = (
         (4 * SPLIT_SCORES, FLOAT32_ATTENTION) if precise else (2 * ROUNDED_SCORES, ATTENTION[torch.float16])
     )
@@ -45,7 +46,7 @@ def assert_same(query, keys, rope_tables, values, span, rotation, positions, *, 
     [
         (NARROW, 32, 32, 1),
         (NARROW, 64, 16, 3),  # partial RoPE
-        (WIDE, 48, 48, 2),  # halves that are no power of two
+        (WIDE, 48, 48, 2),  # half of the rotated channels is no power of two
         (Words((4, 3, 3, 2, 2, 1, 1), (2, 18, 6)), 24, 20, 9),
         (Words((8, 8), (4, 12, 0)), 64, 64, 1),
         (Words((1,) * 16, (2, 1, 3)), 40, 40, 65),
@@ -71,7 +72,8 @@ def test_kernel(own, channels, rotated, query_rows, precise, monkeypatch):
 @pytest.mark.full
 @pytest.mark.parametrize("programs", [1, 64])
 def test_kernel_with_positions_of_tokens(programs, monkeypatch):
-    """Rows of different length whose tokens lie in any order, hidden slots, a sliding window of two columns, a capped score."""
+    """Rows of different lengths whose tokens have positions in any order, masked slots, a sliding window for two query columns, and
+    a soft cap."""
     monkeypatch.setattr(triton, "_programs", lambda device: programs)
     rotation = Rotation(10000.0 ** -torch.linspace(0, 1, 12, dtype=torch.float64))
     (keys, rope_tables), values = keys_of(NARROW, 32, 1), stored(Words((4, 3, 3, 2, 2, 1, 1), (2, 18, 6)), 2)
@@ -94,7 +96,7 @@ def test_kernel_with_positions_of_tokens(programs, monkeypatch):
 
 
 def test_positions_of_slots_that_hold_nothing_are_not_read(monkeypatch):
-    """Behind `used` a position may be anything."""
+    """Positions of slots behind `used` are 2^30, far outside the tables of cos and sin."""
     rotation = Rotation(10000.0 ** -torch.linspace(0, 1, 16, dtype=torch.float64))
     (keys, rope_tables), values = keys_of(NARROW, 32, 1), stored(WIDE, 2)
     rope_tables = replace(rope_tables, **tables(rotation, 0, 64))

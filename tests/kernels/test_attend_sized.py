@@ -1,4 +1,5 @@
-"""Tokens that have sizes, and values that the codes of their keys predict: attended in one pass, against float64."""
+"""Tokens with a size (a factor of a token's components), and values that are predicted from the codes of their keys, attended in
+one pass: interpreted, against float64."""
 
 from dataclasses import replace
 
@@ -20,27 +21,28 @@ from calib.kernels.pack.reference import unpack
 from calib.runtime.rotation import Rotation
 from calib.runtime.stages.codec import MixedQuant, Sized
 
-# Lanes that no number lies in compute with infinities; only the interpreter tells.
+# Padding lanes compute with infinities, of which only the interpreter warns.
 pytestmark = [pytest.mark.arithmetic, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 
 MIXED = Words((4, 3, 3, 2, 2, 1, 1), (2, 18, 6))
 
 
 def coded(own: Words) -> Words:
-    """With trellis-coded levels."""
+    """The same words with trellis-coded levels."""
     return replace(own, trellis=True)
 
 
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch):
-    """What a kernel is to write holds NaN before; one program meets all pages of a head, unless a test says more."""
+    """Output buffers are filled with NaN, so that unwritten numbers are noticed. One program reads all pages of a head, unless a
+    test sets more."""
     monkeypatch.setenv("CALIB_KERNELS", "triton")
     monkeypatch.setattr(triton, "room", lambda shape, like: torch.full(shape, torch.nan))
     monkeypatch.setattr(triton, "_programs", lambda device: 1)
 
 
 def tolerances(precise: bool, turned: bool) -> tuple[float, float]:
-    """As without sizes (`test_attend_rotated.py`)."""
+    """Tolerances of scores and outputs, the same as without sizes (`test_attend_rotated.py`)."""
     if turned:
         return (4 * SPLIT_SCORES, FLOAT32_ATTENTION) if precise else (2 * ROUNDED_SCORES, ATTENTION[torch.float16])
     return (SPLIT_SCORES, FLOAT32_ATTENTION) if precise else (ROUNDED_SCORES, ATTENTION[torch.float16])
@@ -61,7 +63,7 @@ class Turned:
         self.channels = channels
 
     def predicted(self, beside: torch.Tensor | float = 0) -> tuple[Pages, CodeFold]:
-        """The values in channels, with what keys predict of them."""
+        """The values in channels, including their prediction from the keys, and the fold that computes them."""
         return predicted_values(self.values, self.of_values, self.value_sizes, self.keys, self.own, self.sizes, beside)
 
     def query(self, rows: int, query_rows: int) -> torch.Tensor:
@@ -71,7 +73,8 @@ class Turned:
     def check(
         self, query, span: PageSpan, first: int, last: int, *, precise=True, mixes=True, beside=0.0, **options
     ) -> Attended:
-        """Positions are those of the span, or the slots' from `first` on; `last` is behind all. `mixes`: values are predicted."""
+        """Compare the kernel with float64. Positions are the span's, or count the slots from `first` on; all are below `last`.
+        `mixes`: values include their prediction from the keys."""
         rope_tables = replace(self.tables, **tables(self.rotation, first, last - first))
         positions = first + torch.arange(span.table.shape[1] * PAGE)
         if span.positions is not None:
@@ -96,7 +99,8 @@ def _sizes_of_tokens(SIZES, OUT, head, WORDS: tl.constexpr, PAGE: tl.constexpr):
 
 @pytest.mark.parametrize("heads", [1, 2, 3, 4, 7, 12])
 def test_sizes_are_those_of_the_codec_bit_for_bit(heads):
-    """Every number in every head, where heads take a byte, and one, two and three words; and as float32 rounds 2^((i - 5) / 2)."""
+    """Every 4-bit number i in every head, where the heads of a token take a byte or one, two or three words. Its size is
+    2^((i - 5) / 2), rounded to float32."""
     numbers = (torch.arange(16)[None] + torch.arange(heads)[:, None]) % 16
     codec = Sized(MixedQuant((4,) * 4, (1,) * heads), torch.ones(heads, 1, 4))
     components = (2.0 ** ((numbers - 5) / 2))[None, ..., None].expand(1, heads, 16, 4) / 2
@@ -123,7 +127,7 @@ def test_sizes_are_those_of_the_codec_bit_for_bit(heads):
 )
 @pytest.mark.parametrize("query_rows", [2, 9])
 def test_values(keys, values, query_rows, precise, monkeypatch):
-    """Beside keys of any kind; several parts are merged."""
+    """Values with sizes beside keys of any kind; with two query rows several parts are merged."""
     monkeypatch.setattr(triton, "_programs", lambda device: 64 if query_rows == 2 else 1)
     keys, values = stored(keys, 1), sized(stored(values, 2), sizes_of(HEADS, PAGE, 6))
     query = torch.randn(1, HEADS, query_rows, keys.tokens.shape[-1], generator=torch.Generator().manual_seed(3))
@@ -138,7 +142,7 @@ def test_values(keys, values, query_rows, precise, monkeypatch):
 
 @pytest.mark.full
 def test_values_with_coefficients_and_predictions_besides(monkeypatch):
-    """All columns that a mixture can have, of several parts: channels, sizes, coefficients, keys' codes."""
+    """The mixtures have all kinds of columns, in several parts: components, sizes, low-rank coefficients and the keys' codes."""
     monkeypatch.setattr(triton, "_programs", lambda device: 64)
     turned, draw = Turned(NARROW, WIDE, 32, 32), torch.Generator().manual_seed(9)
     values = turned.values
@@ -160,7 +164,7 @@ def test_values_with_coefficients_and_predictions_besides(monkeypatch):
         (coded(NARROW), coded(MIXED), 32, 32, 1),
         (coded(WIDE), coded(NARROW), 64, 16, 16),
         (NARROW, MIXED, 64, 16, 8),  # partial RoPE
-        (WIDE, NARROW, 48, 48, 11),  # halves that are no power of two
+        (WIDE, NARROW, 48, 48, 11),  # half of the rotated channels is no power of two
         (MIXED, NARROW, 24, 20, 16),
         (Words((8, 8), (4, 12, 0)), WIDE, 64, 64, 1),
         (Words((1,) * 16, (2, 1, 3)), NARROW, 40, 40, 65),
@@ -168,8 +172,8 @@ def test_values_with_coefficients_and_predictions_besides(monkeypatch):
     ids=str,
 )
 def test_keys(own, values, channels, rotated, query_rows, mixes, precise, monkeypatch):
-    """8 and 16 query rows of a program, and several programs of 16; heads that differ in words, one that has none; with one query
-    row three parts are merged; sizes in bytes and in words."""
+    """Blocks of 8 and of 16 query rows, and several blocks of 16; heads with different numbers of words, one with none; with one
+    query row several parts are merged; sizes in bytes and in words."""
     monkeypatch.setattr(triton, "_programs", lambda device: 9 if query_rows == 1 else 1)
     turned = Turned(own, values, channels, rotated, in_bytes=query_rows % 2 == 0)
     span = PageSpan(torch.tensor([[2, 0]], dtype=torch.int32), torch.tensor([117], dtype=torch.int32))
@@ -181,8 +185,8 @@ def test_keys(own, values, channels, rotated, query_rows, mixes, precise, monkey
 @pytest.mark.full
 @pytest.mark.parametrize("programs", [1, 64])
 def test_keys_with_all_that_a_span_says(programs, monkeypatch):
-    """Rows of different length, one of which holds nothing, tokens in any order, hidden slots, a bias, a sliding window of two
-    columns, a capped score."""
+    """Rows of different lengths, one of them empty, positions in any order, masked slots, a bias, a sliding window for two query
+    columns, and a soft cap."""
     monkeypatch.setattr(triton, "_programs", lambda device: programs)
     turned = Turned(NARROW, MIXED, 32, 24, largest=6)
     draw = torch.Generator().manual_seed(4)
@@ -216,7 +220,7 @@ def test_what_lies_in_unused_slots_has_no_part():
 
 @pytest.mark.full
 def test_a_row_is_attended_alike_alone_and_beside_others():
-    """Bit for bit, where both are one part."""
+    """Each row has the same bits alone and in a batch, if its tokens are one part in both."""
     turned = Turned(MIXED, WIDE, 32, 32)
     query, rope_tables = turned.query(2, 2), replace(turned.tables, **tables(turned.rotation, 0, 128))
     table, used = torch.tensor([[2, 1], [0, 2]], dtype=torch.int32), torch.tensor([128, 90], dtype=torch.int32)
@@ -243,5 +247,5 @@ def test_what_is_served():
         assert triton.supports(2, plain, stream) and not triton.supports(2, plain, replace(stream, sizes=own))
     wider = sizes_of(5, PAGE, 1).words
     assert not triton.supports(2, sized_codes, replace(plain, sizes=wider), rope_tables=True)  # unlike the keys'
-    lying = replace(sized_codes, sizes=torch.empty(3, 1, 2, PAGE, dtype=torch.int16).mT)  # as plain torch has them
+    lying = replace(sized_codes, sizes=torch.empty(3, 1, 2, PAGE, dtype=torch.int16).mT)  # plain torch's memory layout
     assert not triton.supports(2, plain, lying)

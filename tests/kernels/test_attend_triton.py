@@ -1,4 +1,4 @@
-"""Attention over pages in one pass, interpreted, against the tokens of the same pages attended in float64."""
+"""The kernel that attends pages in one pass, interpreted, against attention over the decoded tokens of the pages in float64."""
 
 from dataclasses import replace
 
@@ -10,7 +10,7 @@ from tolerances import SPLIT_SCORES
 
 from calib.kernels.attend import operation, triton
 
-# Lanes that no number lies in compute with infinities; only the interpreter tells.
+# Padding lanes compute with infinities, of which only the interpreter warns.
 pytestmark = [pytest.mark.arithmetic, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 
 WIDTHS = (1, 2, 3, 4, 8)
@@ -20,7 +20,7 @@ LAYOUTS = [
     *(("channel", size) for size in (16, 32, 64, 128)),
 ]
 PACKED = [Kind(bits, *layout) for bits in WIDTHS for layout in LAYOUTS]
-# Groups of channels are whole planes: 3 bits have 5 of them, 8 bits 2.
+# Groups of channels have to consist of whole planes: with 3 bits there are 5 planes, with 8 bits 2.
 SERVED = [kind for kind in PACKED if kind.parameters != "token" or (16 // kind.bits) % kind.size == 0]
 KINDS = [*SERVED, *(Kind(name) for name in EXACT_TYPES)]
 DIMS = (32, 64, 80, 96, 128, 256)
@@ -30,14 +30,15 @@ FOUR, FEW = Kind(4, "token", 2), Kind(2, "channel", 32)
 
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch):
-    """What a kernel is to write holds NaN before; one program meets all pages of a head, unless a test says more."""
+    """Output buffers are filled with NaN, so that unwritten numbers are noticed. One program reads all pages of a head, unless a
+    test sets more."""
     monkeypatch.setenv("CALIB_KERNELS", "triton")
     monkeypatch.setattr(triton, "room", lambda shape, like: torch.full(shape, torch.nan))
     monkeypatch.setattr(triton, "_programs", lambda device: 1)
 
 
 def fits(kind: Kind, channels: int) -> bool:
-    """Whether the planes of a token have no channels beyond it, as groups of channels ask."""
+    """Whether the channels fill all planes of a token's words, which groups of channels require."""
     return kind.parameters != "token" or kind.size == 1 or channels % (16 // kind.bits) == 0
 
 
@@ -49,7 +50,8 @@ def pair(keys: Kind, values: Kind, channels: int = 32, heads: int = 2, count: in
 
 @pytest.mark.parametrize("number", range(len(KINDS)), ids=lambda number: str(KINDS[number]))
 def test_kinds(number, monkeypatch):
-    """Each kind as keys and as values, with another at its side; widths, sizes, query rows and splits take turns."""
+    """Each kind once as keys and once as values. Channels, query rows, used slots, precision and the number of programs vary with
+    the case's number."""
     monkeypatch.setattr(triton, "_programs", lambda device: 1 + 3 * (number % 3 == 0))
     kinds = KINDS[number], KINDS[(17 * number + 5) % len(KINDS)]
     possible = [size for size in DIMS if all(fits(kind, size) for kind in kinds)]
@@ -82,7 +84,7 @@ def test_used_slots(used):
 
 @pytest.mark.parametrize("programs", [1, 6, 64])
 def test_rows_of_different_length_in_one_and_in_many_runs(programs, monkeypatch):
-    """Beyond what a row has, the table names a page that must not be read: its parameters are no numbers."""
+    """Behind a row's own pages its table names page 0, which must not be read: its parameters are NaN."""
     monkeypatch.setattr(triton, "_programs", lambda device: programs)
     keys, values = pair(FOUR, Kind(4, "channel", 32), heads=1, count=4)
     for part in (keys, values):
@@ -118,7 +120,7 @@ def test_sliding_window(columns, placed):
     keys, values = pair(Kind(4, "fixed"), FOUR)
     query = asked(keys, rows=2, query_rows=4)
     positions = torch.arange(3 * 2 * 64, dtype=torch.int32).mul(89).remainder(211).view(3, 2, 64, 1) if placed else None
-    # Of one row nothing is behind the window of the first column, of the other everything.
+    # For the first query column, the window hides no token of the first row, and all of the second.
     back = torch.tensor([[-1, 40], [500, 63]], dtype=torch.int32)[:, :columns].contiguous()
     span = whole(keys, [2, 1], [0, 1], used=[128, 100], back=back, positions=positions)
     assert_same(query, keys, values, span, precise=True, scored=placed)
@@ -129,8 +131,8 @@ def test_sliding_window(columns, placed):
 def test_hidden_slots(heads):
     keys, values = pair(FEW, Kind(2, "token", 4))
     hidden = torch.rand(2, heads, 128, generator=torch.Generator().manual_seed(4)) < 0.5
-    hidden[0, -1] = True  # a head of which nothing is seen
-    hidden[1, :, :64] = True  # the first run of pages
+    hidden[0, -1] = True  # all slots of a head
+    hidden[1, :, :64] = True  # the whole first page
     query = asked(keys, rows=2)
     span = whole(keys, [2, 1], [0, 1], used=[128, 101], hidden=hidden)
     assert_same(query, keys, values, span, precise=True, scored=heads == 2)
@@ -158,8 +160,8 @@ def test_what_is_added_to_scores(kind, softcap):
     "kind", [Kind(1, "fixed"), Kind(2, "token", 2), Kind(8, "channel", 32), Kind("float32")], ids=str
 )
 def test_sizes_of_queries(kind, size, precise):
-    """Queries far from 1 against keys that are as far on the other side; one channel in eight is 100 times as large."""
-    if kind.parameters in ("token", "channel"):  # what float16 parameters reach
+    """Queries of order `size` against keys of order 1 / `size`; every eighth channel of the query is 100 times as large."""
+    if kind.parameters in ("token", "channel"):  # the range of float16 parameters
         size = min(max(size, 1e-2), 1e2)
     keys, values = pair(kind, Kind(4, "token"), heads=1, scale=1 / size)
     query = asked(keys) * size
@@ -172,8 +174,8 @@ def test_sizes_of_queries(kind, size, precise):
     "kind", [Kind(2, "fixed"), Kind(1, "token", 4), Kind(8, "token"), Kind(4, "channel", 32)], ids=str
 )
 def test_sizes_of_values(kind, size, precise):
-    """Scales are taken as shares of the largest so far: float16 neither overflows nor starves, wherever the largest lies."""
-    if kind.bits == 8:  # scales that float16 has 10 bits for
+    """The kernel divides scales by the largest one so far, so that float16 neither overflows nor underflows."""
+    if kind.bits == 8:  # so that float16 has enough bits for the scales
         size *= 10
     keys, values = pair(Kind(4, "fixed"), kind, heads=1)
     values = pages_of(kind, tuple(values.tokens.shape), 2, scale=size)
@@ -195,7 +197,7 @@ def test_groups_of_tokens_that_are_no_power_of_two():
 
 
 def test_pages_and_heads_of_any_stride():
-    """Pages of a larger store, and heads that lie outside of the pages."""
+    """Pages are every second one of a larger tensor, and in memory heads come before pages."""
     keys, values = pair(FOUR, Kind("float32"), count=4)
     words, parameters = (
         part.transpose(0, 1).contiguous().transpose(0, 1) for part in (keys.stream.pages, keys.stream.parameters)
@@ -207,7 +209,7 @@ def test_pages_and_heads_of_any_stride():
 
 
 def test_precise_is_precise():
-    """What 22 bits of a factor and 11 of them give differ as they should."""
+    """With `precise` (22 bits of a factor, not 11) the error is at least 20 times smaller."""
     keys, values = pair(Kind(4, "fixed"), FOUR)
     query, span = asked(keys, size=8.0), whole(keys, [2, 1])
     expected = attention(query, keys, values, span)
@@ -221,7 +223,7 @@ def test_precise_is_precise():
 def test_what_is_served(monkeypatch):
     keys, values = pair(FOUR, FEW)
     monkeypatch.delenv("CALIB_KERNELS")
-    assert not operation.supported(2, keys.stream, values.stream)  # nobody asked for Triton on a CPU
+    assert not operation.supported(2, keys.stream, values.stream)  # on a CPU Triton has to be asked for
     monkeypatch.setenv("CALIB_KERNELS", "triton")
     assert operation.supported(2, keys.stream, values.stream)
     assert operation.supported(triton.MOST_ROWS, keys.stream, values.stream)
@@ -241,7 +243,7 @@ def test_what_is_served(monkeypatch):
         replace(keys.stream, bits=16),
         replace(keys.stream, bits=16, parameters=None),
         pages_of(Kind(1, "token", 4), (1, 1, 64, 24), 0).stream,  # planes that 24 channels do not fill
-        replace(keys.stream, parameters=torch.ones(1, 2, 1, 2).half(), group_tokens=64),  # a page's, of no channel
+        replace(keys.stream, parameters=torch.ones(1, 2, 1, 2).half(), group_tokens=64),  # one scale of a whole page
     ):
         assert not operation.supported(2, other, values.stream)
 
@@ -250,7 +252,8 @@ def test_what_is_served(monkeypatch):
 @pytest.mark.parametrize("programs", [1, 64])
 @pytest.mark.parametrize("kind", [Kind(4, "fixed"), FOUR, FEW], ids=str)
 def test_scores_of_keys_ahead(kind, programs, monkeypatch):
-    """Behind the tokens that are attended, of two rows, one of whose tables ends before; and what is attended is the same."""
+    """`ahead`: scores of 70 keys behind the attended ones. The second row's table ends after 42 of them: the rest is not written.
+    The attention output is that of a launch without `ahead`."""
     monkeypatch.setenv("CALIB_KERNELS", "triton")
     monkeypatch.setattr(triton, "_programs", lambda device: programs)
     keys, values = pair(kind, FOUR)
@@ -270,7 +273,8 @@ def test_scores_of_keys_ahead(kind, programs, monkeypatch):
 @pytest.mark.full
 @pytest.mark.parametrize("programs", [1, 64])
 def test_scores_of_all_slots_and_of_keys_ahead(programs, monkeypatch):
-    """Both as they are told alone: those ahead neither masked nor capped, whatever is hidden."""
+    """One launch with `scored` and `ahead` returns the same bits as a launch of each. Scores ahead are neither masked nor
+    capped."""
     monkeypatch.setenv("CALIB_KERNELS", "triton")
     monkeypatch.setattr(triton, "_programs", lambda device: programs)
     keys, values = pair(FEW, FOUR)
@@ -284,7 +288,7 @@ def test_scores_of_all_slots_and_of_keys_ahead(programs, monkeypatch):
     scored, ahead = (operation.attend_pages(*given, **options, **one) for one in ({"scored": True}, {"ahead": 70}))
     assert torch.equal(both.scores, scored.scores) and both.scores.isneginf().any()
     assert torch.equal(both.ahead.nan_to_num(7), ahead.ahead.nan_to_num(7)) and both.ahead.is_contiguous()
-    # Turns that only keys ahead are in add nothing, but what is there is multiplied once more, and rounded.
+    # Turns with only keys ahead add nothing to the mixture, but rescale it once more, which rounds.
     assert torch.equal(both.mass, scored.mass)
     for one in (scored, ahead):
         torch.testing.assert_close(both.mixed / both.mass, one.mixed / one.mass, rtol=1e-5, atol=1e-5)

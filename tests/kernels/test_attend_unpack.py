@@ -1,5 +1,5 @@
-"""Codes as float16 numbers: every word of 16 bits by plain operations and by the instructions that a GPU runs; and trellis-coded
-levels, whose words are made ready for that."""
+"""Unpacking codes to float16 numbers: every word of 16 bits, by plain Triton operations and by the PTX instructions that a GPU runs
+(simulated here). The same for trellis-coded levels, whose words are rearranged first."""
 
 import re
 
@@ -17,7 +17,8 @@ pytestmark = pytest.mark.arithmetic
 
 MOST = 2**32 - 1
 
-# Instructions for two words: one for two codes, and a shift for several fields. As multiples of a power of two, and with a bias.
+# Largest number of instructions that unpack two words, for codes as multiples of a power of two, and for codes plus a bias. About
+# one instruction for two codes, and a shift for several fields.
 INSTRUCTIONS = {
     **dict(zip(map(pattern, range(1, 9)), ((17, 18), (9, 10), (6, 7), (5, 7), (4, 5), *[(3, 3)] * 3), strict=True)),
     (6, 4, 3, 2, 1): (6, 6),
@@ -60,7 +61,7 @@ def every_word() -> torch.Tensor:
 def by_plain_operations(
     widths: Widths, words: torch.Tensor, odd: torch.Tensor | None = None, *, biased: bool
 ) -> torch.Tensor:
-    """float16 `[planes, 65536]`."""
+    """Unpack all words with the interpreted kernel: float16 `[planes, 65536]`."""
     planes = len(widths) - (odd is not None)
     out = torch.full((planes, 65536), torch.nan, dtype=torch.float16)
     unpack_words[(4,)](words, odd, out, 16384, widths, planes, biased)
@@ -68,7 +69,7 @@ def by_plain_operations(
 
 
 def by_instructions(text: str, outputs: int, words: list[list[int]]) -> list[list[int]]:
-    """What a text of PTX makes of registers of 32 bits, as many for each of its operands; one list for each output."""
+    """Simulate a PTX text. `words` has a list of 32-bit registers for each input operand; returns a list for each output."""
     registers = [f"${number}" for number in range(outputs)]
     lines = [line for line in text.splitlines() if line not in ("{", "}") and not line.startswith(".reg")]
     found: list[list[int]] = [[] for _ in registers]
@@ -92,20 +93,20 @@ def by_instructions(text: str, outputs: int, words: list[list[int]]) -> list[lis
 
 
 def in_pairs(*words: torch.Tensor) -> list[list[int]]:
-    """Of words int16 `[n]` registers of two: each word beside the one from the other end."""
+    """Registers of two words from int16 `[n]`: word i in the lower half, word n - 1 - i in the upper half."""
     wide = [part.long() & 65535 for part in words]
     return [(part | part.flip(0) << 16).tolist() for part in wide]
 
 
 def halves(register: list[int]) -> torch.Tensor:
-    """Both words of registers, int16 `[2, n]`, the second as they were before `in_pairs`."""
+    """Undo `in_pairs`: lower and upper halves of the registers, int16 `[2, n]`, the upper halves in the order of the words."""
     found = torch.tensor(register)
     both = torch.stack([found & 65535, (found >> 16).flip(0)])
     return torch.where(both < 2**15, both, both - 2**16).to(torch.int16)
 
 
 def three_inputs(a: int, b: int, c: int, table: int) -> int:
-    """`lop3`: bit k of `table` says what bits a, b, c of k = 4a + 2b + c become."""
+    """The instruction `lop3`: bits a, b and c become bit 4a + 2b + c of `table`."""
     result = 0
     for k in range(8):
         if table >> k & 1:
@@ -114,7 +115,7 @@ def three_inputs(a: int, b: int, c: int, table: int) -> int:
 
 
 def assert_multiples(numbers: torch.Tensor, codes: torch.Tensor, unit: float) -> None:
-    """Float16 numbers are so many times a power of two."""
+    """Assert that float16 numbers are these codes times `unit`."""
     assert 2**-24 <= unit <= 2**-14
     assert torch.equal(numbers.double() / unit, codes.double())
 
@@ -133,7 +134,7 @@ def test_numbers_are_codes_plus_a_bias(widths):
     codes = unpack(every_word()[:, None], widths, len(widths)).T
     for plane, (numbers, own, width) in enumerate(zip(found, codes, widths, strict=True)):
         bias = bias_of(widths, plane)
-        # Whole numbers that float16 has, and no more than float32 sums bear beside such codes.
+        # Integers that float16 represents, with a bias that costs float32 sums of such codes few bits.
         assert 2 <= bias <= (64 if width <= 4 else 2 ** (4 + width)) and 2**width - 1 + bias <= 2048
         assert torch.equal(numbers.double() - bias, own.double())
         assert torch.equal(numbers - bias, own.half())  # in float16 as well
@@ -142,7 +143,7 @@ def test_numbers_are_codes_plus_a_bias(widths):
 @BIASED
 @pytest.mark.parametrize("widths", PATTERNS, ids=str)
 def test_instructions_give_the_same_bits(widths, biased):
-    """Two words in one register: neither takes a bit of the other's into its numbers."""
+    """A register holds two words, and neither word changes the numbers of the other."""
     words = every_word()[torch.randint(0, 65536, (2000,), generator=torch.Generator().manual_seed(len(widths)))]
     words[:4] = torch.tensor([0, -1, 0, -1])
     found = by_instructions(assembly(widths, biased), len(widths), in_pairs(words))
@@ -159,13 +160,13 @@ def test_instructions_are_few(widths, most):
 
 
 def operations(text: str) -> int:
-    """That take a turn of the arithmetic units."""
+    """Number of arithmetic instructions of a PTX text."""
     return len(re.findall(r"\b(?:lop3|shl|shr)\.b32\b", text))
 
 
 # ---- trellis-coded levels
 
-# Instructions for two words: to make them ready, and to unpack them, as above.
+# Largest number of instructions for two words: to rearrange them, and to unpack them in both ways (see INSTRUCTIONS).
 OF_LEVELS = {
     **dict(
         zip(
@@ -184,7 +185,7 @@ OF_LEVELS = {
 
 
 def ready(words: torch.Tensor, widths: Widths) -> tuple[torch.Tensor, torch.Tensor]:
-    """Words int16 `[tokens, W]` of a head of the even planes, and of the odd ones."""
+    """Rearrange a head's words, int16 `[tokens, W]`, into words of the even planes' levels and of the odd planes' levels."""
     found = torch.empty_like(words), torch.empty_like(words)
     tokens = 128  # of a program
     make_ready[(len(words) // tokens,)](words, *found, tokens, words.shape[1], words_before((*widths, 0)), (*widths, 0))
@@ -193,7 +194,8 @@ def ready(words: torch.Tensor, widths: Widths) -> tuple[torch.Tensor, torch.Tens
 
 @pytest.mark.parametrize("widths", OF_LEVELS, ids=str)
 def test_levels_are_those_of_the_path(widths):
-    """65,536 words, sixteen to a token: numbers are multiples of the levels, and less the bias the levels, in float16 as well."""
+    """65,536 words, sixteen of a token: unpacked numbers are the levels times a power of two, or the levels plus a bias;
+    subtracting the bias is exact in float16."""
     draw = torch.Generator().manual_seed(len(widths))
     words = torch.randint(-(2**15), 2**15, (4096, 16), generator=draw).to(torch.int16)
     even, odd = ready(words, widths)

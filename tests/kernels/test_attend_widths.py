@@ -1,4 +1,5 @@
-"""Words whose fields differ in width, all heads of a token in one row: attended on codes, by plain torch and by the kernel."""
+"""Words with fields of different widths, the words of all heads in one row: attention on codes by plain torch and by the
+interpreted kernel, against float64."""
 
 import pytest
 import torch
@@ -12,13 +13,13 @@ from calib.kernels.attend.reference import RunningSoftmax, code_mix, code_scores
 from calib.kernels.pack.heads import join_heads, spread_heads
 from calib.kernels.pack.reference import pack
 
-# Lanes that no number lies in compute with infinities; only the interpreter tells.
+# Padding lanes compute with infinities, of which only the interpreter warns.
 pytestmark = [pytest.mark.arithmetic, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 
 
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch):
-    """What a kernel is to write holds NaN before."""
+    """Output buffers are filled with NaN, so that unwritten numbers are noticed."""
     monkeypatch.setenv("CALIB_KERNELS", "triton")
     monkeypatch.setattr(triton, "room", lambda shape, like: torch.full(shape, torch.nan))
 
@@ -54,7 +55,7 @@ def tolerances(keys: Pages, values: Pages, precise: bool) -> tuple[float, float]
 
 
 def assert_same(query, keys, values, span, *, constant=None, softcap=None, scored=False, precise=True):
-    """The kernel's attention is that of float64, and 0 where a head has no component."""
+    """Assert that the kernel's attention is that of float64, and 0 for components that a head does not have."""
     assert triton.supports(query.shape[2], keys.stream, values.stream)
     found = operation.attend_pages(query, keys.stream, values.stream, span, constant, softcap, scored, precise)
     expected = attention(query, keys, values, span, constant, softcap)
@@ -70,7 +71,7 @@ def test_kernel(keys, values, precise, monkeypatch):
     keys, values = stored(keys, 1), stored(values, 2)
     query = asked(keys, query_rows=(1, 3, 9)[number % 3])
     span = PageSpan(torch.tensor([[2, 0]], dtype=torch.int32), torch.tensor([65 + 6 * number], dtype=torch.int32))
-    # A head without words has this score alone.
+    # The only score of a head without words.
     constant = torch.full((1, 3, query.shape[2], 1), 0.7)
     assert_same(query, keys, values, span, constant=constant, precise=precise, scored=number % 2 == 0)
 
@@ -78,7 +79,7 @@ def test_kernel(keys, values, precise, monkeypatch):
 @pytest.mark.full
 @pytest.mark.parametrize("programs", [1, 64])
 def test_kernel_with_all_that_a_stretch_says(programs, monkeypatch):
-    """Rows of different length, hidden slots, positions behind a sliding window of two columns, a constant and a capped score."""
+    """Rows of different lengths, masked slots, positions, a sliding window for two query columns, a constant and a soft cap."""
     monkeypatch.setattr(triton, "_programs", lambda device: programs)
     keys, values = stored(NARROW, 1), stored(Words((4, 3, 3, 2, 2, 1, 1), (2, 18, 6)), 2)
     draw = torch.Generator().manual_seed(4)
@@ -96,7 +97,8 @@ def test_kernel_with_all_that_a_stretch_says(programs, monkeypatch):
 
 @pytest.mark.parametrize("own", [NARROW, WIDE, CASES[2][1], CASES[3][0]], ids=str)
 def test_plain_torch(own):
-    """Tile by tile, as attention reads them: tokens last, heads spread."""
+    """Attention in plain torch, tile by tile: tokens are the last axis, and `spread_heads` gives each head its own rows of
+    words."""
     keys, values = stored(own, 1), stored(own, 2)
     table = torch.tensor([[2, 1], [0, 1]], dtype=torch.int32)
     query = asked(keys, rows=2, query_rows=4)
@@ -109,7 +111,7 @@ def test_plain_torch(own):
         scores = code_scores(query * scale, words[0], own.widths) + (query * zero).sum(-1, keepdim=True)
         weights = softmax.weights(scores)
         mixed = code_mix(weights, words[1], own.widths, values.stream.channels)
-        assert mixed.isfinite().all()  # what others have where a head has no component
+        assert mixed.isfinite().all()  # also for components that a head does not have
         softmax.add((mixed * out_scale + weights.sum(-1, keepdim=True) * out_zero) * own.own())
         torch.testing.assert_close(
             scores.double(), expected.scores[..., number * PAGE : (number + 1) * PAGE], rtol=0, atol=FLOAT32_ATTENTION
