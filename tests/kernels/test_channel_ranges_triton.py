@@ -1,4 +1,4 @@
-"""What is measured of channels: Triton's interpreter against the plain form, bit for bit."""
+"""Per-channel statistics of a prompt: the kernel in Triton's interpreter against plain torch, bit for bit."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ KEPT = (torch.float16, torch.float32)
 
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch):
-    """What a launch allocates is full of NaN."""
+    """Output buffers are filled with NaN, so that numbers which the kernel did not write are noticed."""
     empty = torch.empty
     monkeypatch.setattr(triton.torch, "empty", lambda *shape, **of: empty(*shape, **of).fill_(torch.nan))
 
@@ -38,7 +38,7 @@ def test_roots_of_a_cpu_are_within_a_unit_of_16_bits(dtype, monkeypatch):
 
 
 def drawn(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 1) -> Tensor:
-    """Tokens amid NaN: large and small channels, one of zeros, which are positive, one that never moves, one below 0."""
+    """A slice of a tensor that is NaN elsewhere. Channels from small to large, one all +0, one constant, one negative."""
     rows, heads, tokens, width = shape
     draw = torch.Generator().manual_seed(seed)
     x = torch.randn(shape, generator=draw) * torch.logspace(-9, 4, width)[torch.randperm(width, generator=draw)]
@@ -48,13 +48,13 @@ def drawn(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 1) -> Tensor:
 
 
 def order_of(shape: tuple[int, ...], count: int) -> Tensor:
-    """Other tokens for each row and head."""
+    """Numbers of `count` random tokens for each row and head."""
     draw = torch.Generator().manual_seed(count)
     return torch.rand(shape[:3], generator=draw).argsort(-1)[..., :count]
 
 
 def same(found: list[Tensor], expected: list[Tensor]) -> bool:
-    """Every bit of finite numbers; NaN where it is NaN."""
+    """Whether all numbers have the same bits, or are NaN in both."""
     assert len(found) == len(expected)
     bits = {torch.float16: torch.int16, torch.float32: torch.int32}
     for mine, other in zip(found, expected, strict=True):
@@ -79,7 +79,7 @@ def test_the_same_bits(shape, group, kind, dtype, kept):
     known = triton.extremes_of(tokens, shape[1])
     low, high = known.amin(2).unbind(2)[0], known.amax(2).unbind(2)[1]
     assert torch.equal(low, tokens.amin(2).float()) and torch.equal(high, tokens.amax(2).float())
-    away = torch.full_like(tokens, torch.nan)  # tokens that are not read again
+    away = torch.full_like(tokens, torch.nan)  # with known extremes tokens are not read
     assert same(triton.measured(kind, away, kept, None, query, None, known), reference.measured(*given))
     given = (kind, tokens, kept, order_of(shape, max(1, shape[2] // 3)), query)
     assert same(triton.measured(*given), reference.measured(*given))
@@ -89,7 +89,7 @@ def test_the_same_bits(shape, group, kind, dtype, kept):
 @pytest.mark.parametrize("width", [96, 256])
 @pytest.mark.parametrize("tokens", [1, 17, 410])
 def test_parts_of_any_number_of_tokens(tokens, width, monkeypatch):
-    """Turns, parts and tiles that are not full; the extremes are the last token's and the first's."""
+    """Partly filled turns, parts and tiles; the extremes are in the last token of one head and in the first of the other."""
     monkeypatch.setattr(triton, "PROGRAMS", 9)
     x = drawn((1, 2, tokens, width), torch.bfloat16)
     x[:, 0, -1, 3:], x[:, 1, 0, 3:] = 2e4, -3e4
@@ -103,7 +103,8 @@ def test_parts_of_any_number_of_tokens(tokens, width, monkeypatch):
 @pytest.mark.parametrize("kept", KEPT, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_ends_of_the_range(kind, kept):
-    """Larger than float16 holds, the largest and the least numbers of float32, infinities and NaN; and nothing but zeros."""
+    """Numbers beyond and at the ends of float16's range, the largest and smallest of float32, infinities and NaN; and tokens that
+    are all 0 or all NaN."""
     x = drawn((1, 1, 40, 16), torch.float32)
     ends = [
         65504.0,

@@ -1,7 +1,8 @@
-"""How often a kernel is compiled: the number of tokens of a prompt or a cache must be no reason to do it again.
+"""How often a kernel is compiled: prompts and caches of all lengths must share one compiled kernel.
 
-Triton compiles anew for every set of types, constants, numbers that are 1 and numbers and addresses that 16 divides. A process
-that interprets nothing asks Triton's own binder what a launch would be compiled for, and launches nothing.
+Triton compiles anew for every combination of types and constants, of arguments that are 1, and of numbers and addresses that are
+divisible by 16. A process without TRITON_INTERPRET asks Triton's own binder what a launch would be compiled for, and launches
+nothing.
 """
 
 import json
@@ -60,7 +61,7 @@ for tokens in (1, 15, 16, 96, 137, 1000, 4096):
 
 
 def variants(script: str) -> dict[str, int]:
-    """Programs that Triton would compile for the launches of `script`, by kernel."""
+    """Number of variants of each kernel that Triton would compile for the launches of `script`."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     code = f"{BINDER}\n{script}\nprint(json.dumps({{name: len(own) for name, own in variants.items()}}))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
@@ -70,7 +71,7 @@ def variants(script: str) -> dict[str, int]:
 
 @pytest.mark.full
 def test_the_binder_tells_variants_apart():
-    """16 divides one of these numbers, one is 1, one is neither; an address may be odd."""
+    """k is 1, divisible by 16, or neither, and the address is divisible by 16 or not: six variants."""
     script = """
 from calib.kernels.top_k.triton import largest
 for k in (1, 5, 32):
@@ -83,7 +84,7 @@ for k in (1, 5, 32):
 @pytest.mark.full
 @pytest.mark.parametrize("options", ["()", "(None, 66)", "(3.0, None, (1, 50))"])
 def test_probe_saliency_is_compiled_once_for_all_lengths(options):
-    """But for `behind`, of which a prompt that is shorter than it has none."""
+    """With `behind`, or a window, a shorter prompt may need a second variant of the sums over columns."""
     found = variants(f"options = {options}\n{MASS}")
     assert found == {"row_normalisers": 1, "column_sums": 1 if options == "()" else 2}
 

@@ -1,4 +1,5 @@
-"""Words and sizes of components by Triton, in its interpreter: those of the stages in plain torch, bit for bit."""
+"""The kernel that projects tokens on a basis and quantises the components, in Triton's interpreter: words and sizes are those of
+the stages in plain torch, bit for bit."""
 
 import pytest
 import torch
@@ -30,7 +31,7 @@ def same(basis, codec, x, monkeypatch):
 @pytest.mark.parametrize("kind", ["uniform", "sized"])
 @pytest.mark.parametrize(("widths", "counts"), PATTERNS)
 def test_blocks_are_those_of_the_stages(widths, counts, kind, monkeypatch):
-    """Every width, heads with few words and with none, tokens that do not fill a program's lanes."""
+    """All bit widths, heads with few words and with none; 37 tokens do not fill a program's lanes."""
     basis = basis_of(widths, counts, 20)
     assert same(basis, codecs(widths, counts)[kind], tokens_of(basis, 37, torch.float32, rows=1), monkeypatch)
 
@@ -38,7 +39,7 @@ def test_blocks_are_those_of_the_stages(widths, counts, kind, monkeypatch):
 @pytest.mark.full
 @pytest.mark.parametrize("kind", ["trellis", "sized trellis"])
 def test_components_of_a_trellis(kind, monkeypatch):
-    """They are stored, two rows of them, and the search begins with them."""
+    """With trellis-coded levels the kernel writes the components, of two rows here, and the search for words starts from them."""
     widths, counts = (7, 5, 4), (2, 0, 1)
     basis = basis_of(widths, counts, 20)
     assert same(basis, codecs(widths, counts)[kind], tokens_of(basis, 37, torch.float32), monkeypatch)
@@ -47,7 +48,7 @@ def test_components_of_a_trellis(kind, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("channels", [48, 80, 128, 160])
 def test_heads_of_many_channels(channels, dtype, monkeypatch):
-    """They are met in turns, whose sums are joined; some turns are not full."""
+    """The kernel sums over channels in several turns, the last of which may be partly filled."""
     widths, counts = (6, 4, 3, 2, 1), (12, 7)
     basis = basis_of(widths, counts, channels)
     assert same(basis, codecs(widths, counts)["sized"], tokens_of(basis, 40, dtype, rows=1), monkeypatch)
@@ -56,7 +57,7 @@ def test_heads_of_many_channels(channels, dtype, monkeypatch):
 @pytest.mark.full
 @pytest.mark.parametrize("kind", ["uniform", "sized"])
 def test_numbers_of_any_size(kind, monkeypatch):
-    """Tokens beyond every channel's reach, among them the infinite, and ones that are nearly 0."""
+    """Tokens of order 1e30, infinite ones, and tokens of order 2^-120."""
     widths, counts = (4, 3, 1), (2, 3)
     basis = basis_of(widths, counts, 32)
     x = tokens_of(basis, 40, torch.float32)
@@ -72,7 +73,8 @@ def test_numbers_of_any_size(kind, monkeypatch):
 
 @pytest.mark.full
 def test_sizes_between_two(monkeypatch):
-    """Tokens all along the way from one size to the next, so that many lie close to where the nearest one changes."""
+    """500 tokens whose distances from the mean grow from 2^-6 to 2^6 times one vector, so that many are near the border between two
+    sizes."""
     widths, counts = (2, 2, 2, 2), (2, 2)
     basis = basis_of(widths, counts, 16)
     one = torch.randn(1, 2, 1, 16, generator=torch.Generator().manual_seed(3)) * basis.unit * 2**16
@@ -89,7 +91,7 @@ def test_few_tokens_or_none(tokens, monkeypatch):
 
 @pytest.mark.full
 def test_a_part_of_a_larger_tensor(monkeypatch):
-    """Every second token, and channels that do not lie side by side."""
+    """Every second token of a tensor, and channels that are not contiguous."""
     widths, counts = (5, 5, 5), (2, 2)
     basis = basis_of(widths, counts, 16)
     x = tokens_of(basis, 60, torch.bfloat16)

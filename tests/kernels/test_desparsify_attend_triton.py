@@ -1,4 +1,5 @@
-"""Attention over pairs: the kernel against plain torch in Triton's interpreter, and plain torch against the runtime's own way."""
+"""Attention over sparse codes (pairs of atom and coefficient, CSR): the interpreted kernel against plain torch, and plain torch
+against attention in float64 over the tokens that a real cache decodes."""
 
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
@@ -32,11 +33,11 @@ REACH = 300
 
 @dataclass(frozen=True)
 class Case:
-    """A tier of `used` slots in each row: shapes, the form of its pairs, and what else the logits need."""
+    """A tier with `used` slots in each row: shapes, format of the pairs, and options of the scores."""
 
     used: tuple[int, ...] = (40, 17)
     dim: int = 32
-    rotated: int | None = None  # channels that turn; None: all
+    rotated: int | None = None  # channels that RoPE rotates; None: all
     queries: int = 2
     columns: int = 1
     heads: int = 1
@@ -60,7 +61,7 @@ class Case:
 
     @cached_property
     def arguments(self) -> tuple[Any, ...]:
-        """Of the operation: pages in no order, and other tokens' pairs in every slot that is not in use."""
+        """Arguments of the operation: pages in random order, and random pairs also in unused slots."""
         draw = torch.Generator().manual_seed(1)
         rows, longest = len(self.used), -(-max(self.used) // self.slots)
         pages = rows * longest + 3
@@ -70,7 +71,7 @@ class Case:
             for chunks, dim in ((1, self.dim), (self.chunks, self.value_dim or self.dim))
         )
         numbers = torch.randperm(pages, generator=draw)[: rows * longest].view(rows, longest).int()
-        table = torch.cat([numbers, numbers], 1)[:, :longest]  # of a longer table, as a reading cuts it
+        table = torch.cat([numbers, numbers], 1)[:, :longest]  # a slice of a longer table
         positions = torch.randint(0, REACH, (pages, self.heads, self.slots, 1), generator=draw).int()
         back = torch.randint(0, 60, (rows, self.columns), generator=draw) if self.sliding else None
         placed = positions if self.positions else None
@@ -109,11 +110,11 @@ class Case:
 
 CASES = [
     Case(),
-    # Lengths: one token, beside a row of none; one below a page, a page, one more.
+    # Lengths: one token beside an empty row; one token less than a page, a page, one more.
     Case(used=(1, 0)),
     Case(used=(63, 64, 65), slots=64, queries=4),
     Case(used=(1000,), slots=128, sparsity=1, queries=1, rotated=0),
-    # Channels, a part of them turned, and values of another width.
+    # Channels, some of them rotated, and values of another width.
     Case(used=(40,), dim=64, queries=4),
     Case(used=(40,), dim=80, queries=8, rotated=32, chunks=2),
     Case(used=(40,), dim=96, chunks=3),
@@ -122,7 +123,7 @@ CASES = [
     Case(used=(40,), dim=64, value_dim=32),
     Case(rotated=16, heads=2, queries=8),
     Case(rotated=0, chunks=4, queries=17),
-    # Indices of 1 ... 16 bits, in every split of a part over bytes.
+    # Indices of 1 ... 16 bits, in every alignment to bytes.
     Case(atoms=2, sparsity=3),
     Case(atoms=1, online=2, sparsity=5),
     Case(atoms=7, sparsity=7),
@@ -132,7 +133,7 @@ CASES = [
     Case(atoms=5000, online=15000, sparsity=3, chunks=2),
     Case(atoms=40_000, sparsity=2),
     Case(atoms=40_000, sparsity=2, int16=True),
-    # Own atoms, with those of an artifact and alone; atoms of float32, and of a width that is no multiple of 16 bytes.
+    # A row's online atoms, with and without offline ones; atoms in float32, and of a width that is no multiple of 16 bytes.
     Case(used=(37, 40, 33), online=9, heads=2, int16=True),
     Case(atoms=0, online=13, chunks=2, rotated=16),
     Case(atoms=3, online=4, table=torch.float32),
@@ -151,7 +152,7 @@ CASES = [
 
 
 def near(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
-    """Both softmaxes: the same maxima, and sums that are relative to them."""
+    """Assert that two parts of a softmax (top, mass, mixed) are equal within FLOAT32_ATTENTION, relative to the largest logit."""
     for mine, other in zip(found, expected, strict=True):
         assert mine.shape == other.shape and mine.dtype == torch.float32
     (top, mass, mixed), (other, weight, sums) = found, expected
@@ -159,25 +160,25 @@ def near(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
     met = other != LOWEST
     largest = other[met].abs().max() if met.any() else 1.0
     assert float((top - other)[met].abs().max() if met.any() else 0) <= FLOAT32_ATTENTION * float(largest)
-    # Logits of any size: what they are off by, the weights are too.
+    # An absolute error of a logit is a relative error of its weight.
     allowed = FLOAT32_ATTENTION * max(1.0, float(largest))
     assert float((mass - weight).abs().max()) <= allowed * float(weight.abs().max())
     assert float((mixed - sums).abs().max()) <= allowed * float(sums.abs().max())
 
 
 def flat(found):
-    """A whole part as the reference tells it."""
+    """A merged part as the tuple that the reference returns."""
     return found.top[..., 0], found.mass[..., 0], found.mixed
 
 
 def joined(top, mass, mixed):
-    """What the runs of the kernel are together."""
+    """Merge the kernel's runs, in the reference's form."""
     return flat(whole(Attended(top[..., None], mass[..., None], mixed, None)))
 
 
 @pytest.fixture(autouse=True)
 def _poisoned(monkeypatch):
-    """Results that nobody wrote are NaN."""
+    """Output buffers are filled with NaN, so that unwritten numbers are noticed."""
     monkeypatch.setattr(triton, "empty", lambda *sizes, like: torch.full(sizes, torch.nan))
 
 
@@ -189,7 +190,7 @@ def test_the_kernel_does_what_plain_torch_does(case):
 
 @pytest.mark.parametrize(("programs", "splits"), [(1, 1), (4, 2), (12, 5), (1024, 5)])
 def test_splits_meet_in_one_softmax(programs, splits, monkeypatch):
-    """Five pages of two rows, the second of which leaves the last splits without a token."""
+    """Two rows with a table of five pages, in up to five splits; the second row has no token in the last ones."""
     monkeypatch.setattr(triton, "PROGRAMS", programs)
     case = Case(used=(70, 20), slots=16, sparsity=1, sliding=True)
     parts = triton.desparsify_attend(*case.arguments)
@@ -211,7 +212,7 @@ def _every_coefficient(kept, into):
 
 
 def test_every_float8():
-    """All 256, the smallest ones and NaN too."""
+    """All 256 numbers of float8_e4m3fn, subnormal ones and NaN included."""
     every, found = torch.arange(256, dtype=torch.uint8), torch.empty(256)
     _every_coefficient[(1,)](every, found)
     torch.testing.assert_close(found, every.view(torch.float8_e4m3fn).float(), rtol=0, atol=0, equal_nan=True)
@@ -247,7 +248,7 @@ def test_what_the_kernel_does_not_serve_is_left_to_plain_torch(case, monkeypatch
 
 @pytest.mark.full
 def test_runs_may_wait_to_be_joined(monkeypatch):
-    """For the launch that meets exact tokens as well: a part with its runs, and otherwise one that is whole."""
+    """With `runs` the operation returns unmerged runs, for the launch that also attends exact tokens; else one merged part."""
     monkeypatch.setenv("CALIB_KERNELS", "triton")
     monkeypatch.setattr(triton, "PROGRAMS", 12)
     case = Case(used=(70, 20), slots=16, sparsity=1)
@@ -274,11 +275,11 @@ def test_the_operation_takes_the_form_that_is_asked_for(forced, monkeypatch):
     assert len(asked) == (forced == "triton")
 
 
-# --- the runtime's own way: a real cache, decoded, turned to its positions, and attended in float64 ---
+# --- against a real cache whose tokens are decoded, rotated to their positions and attended in float64 ---
 
 
 def stored(tier: Tier, role: str, rows: range) -> SparsePages:
-    """A tier's stream as the operation takes it."""
+    """The operation's argument for the keys or values of a tier."""
     codec = tier.codec(role, rows)
     assert isinstance(codec, Sparse)
     form, tensors = codec.coefficients.form, tier.pool.tensors

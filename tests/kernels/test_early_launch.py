@@ -1,4 +1,5 @@
-"""Exact tokens are met while attention over pages runs, where launches may begin early. (As compiled: test_ahead_of_time.py.)"""
+"""Launch options of the kernel of exact tokens: where possible it begins while attention over pages still runs. (For the compiled
+instructions see test_ahead_of_time.py.)"""
 
 import pytest
 import torch
@@ -25,7 +26,8 @@ def launched(monkeypatch, early: bool, query=QUERY, hidden=HIDDEN, parts=(PART,)
 
 @pytest.mark.parametrize("early", [False, True])
 def test_a_launch_begins_early_where_it_waits(monkeypatch, early):
-    """One that does and does not wait would read what is not there yet."""
+    """The constant EARLY, with which the kernel waits, and the launch option `launch_pdl` are only set together. A kernel that
+    began early and did not wait would read unfinished parts."""
     options = launched(monkeypatch, early).options
     assert options["EARLY"] is early and options.get("launch_pdl", False) is early
 
@@ -36,7 +38,7 @@ def test_a_launch_begins_early_where_it_waits(monkeypatch, early):
     ids=["no attention before it", "a copied query", "a copied mask"],
 )
 def test_no_launch_begins_early_behind_what_writes_its_tokens(monkeypatch, own):
-    """A kernel that ran right before it may have written what it reads at once."""
+    """A kernel that is launched right before this one may write what this one reads before it waits."""
     options = launched(monkeypatch, True, **own).options
     assert options["EARLY"] is False and "launch_pdl" not in options
 

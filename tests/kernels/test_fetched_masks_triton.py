@@ -1,4 +1,4 @@
-"""Masks beside fetched tokens: the plain form against sets of Python, and Triton's interpreter against the plain form."""
+"""Masks for attention with fetched tokens: plain torch and the interpreted kernel against loops in Python."""
 
 import pytest
 import torch
@@ -13,12 +13,12 @@ triton = pytest.importorskip("calib.kernels.fetched_masks.triton", reason="Trito
 
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch):
-    """What the launch allocates is full of what nothing gives: True where nothing is hidden."""
+    """Output buffers are filled with True, so that entries which the kernel did not write are noticed."""
     monkeypatch.setattr(triton.torch, "empty", lambda *shape, **of: torch.full(shape, True, **of))
 
 
 def drawn(rows: int, heads: int, n: int, reach: int, m: int) -> tuple[Tensor, Tensor]:
-    """Fetched positions, some entries empty, and exact ones, some of which are fetched."""
+    """Positions of fetched tokens, with empty entries, and of exact tokens, some of which are fetched as well."""
     draw = torch.Generator().manual_seed(n + reach)
     fetched = torch.full((rows, heads, n), -1, dtype=torch.int32)
     for own in fetched.view(-1, n):
@@ -28,7 +28,7 @@ def drawn(rows: int, heads: int, n: int, reach: int, m: int) -> tuple[Tensor, Te
 
 
 def by_hand(fetched: Tensor, slots: range, exact: Tensor, hidden: Tensor | None, back: Tensor | None) -> list:
-    """Both masks, number by number."""
+    """Compute both masks with loops in Python."""
     replaced, unseen = [], []
     columns = 1 if hidden is None else hidden.shape[2]
     for row, heads in enumerate(fetched.tolist()):
@@ -64,7 +64,7 @@ def test_what_is_fetched_is_hidden_and_nothing_else(form, n, reach):
 @pytest.mark.parametrize("form", FORMS.values(), ids=list(FORMS))
 @pytest.mark.parametrize("rows", [1, 2])
 def test_columns_hide_more(form, rows):
-    """Masks of each row or of all, and sliding windows."""
+    """Three query columns, with a mask of each row or of all rows, and with a sliding window."""
     fetched, exact = drawn(2, 2, 9, 30, 5)
     hidden = torch.rand(rows, 1, 3, 5, generator=torch.Generator().manual_seed(0)) < 0.4
     back = torch.tensor([[3, 4, 5], [-1, 20, 29]])[:, None, :, None]

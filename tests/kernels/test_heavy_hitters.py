@@ -1,4 +1,4 @@
-"""A decode step of a budget of important tokens: the kernels, interpreted, and plain torch against loops over heads."""
+"""A decode step of a budget of heavy hitters (H2O): the interpreted kernels and plain torch against loops over heads and slots."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ RULES = {
 
 
 class Budget:
-    """Rows of which one has free slots, and the others' heavy tokens contest: few masses, so that many are equal."""
+    """Three rows: in one a slot is free, in the others heavy tokens compete. Masses have few values, so that many are equal."""
 
     def __init__(self, rule, rows=3, slots=12, seed=0):
         generator = torch.Generator().manual_seed(seed)
@@ -46,7 +46,7 @@ class Budget:
         self.tokens = [NewToken(*one) for one in zip([*fields, positions], [*new, held], strict=True)]
 
     def by_loops(self):
-        """Mass, fields and what is lost, head by head."""
+        """Compute the updated mass and fields, and the removed tokens, with loops over heads."""
         mass, fields = self.mass.clone(), [one.into.clone() for one in self.tokens]
         lost = [torch.zeros(one.token.shape, dtype=one.into.dtype) for one in self.tokens]
         for row, (ring, free, first, last) in enumerate(zip(*(part.tolist() for part in self.slots[:4]), strict=True)):
@@ -88,7 +88,8 @@ class Budget:
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("form", ["reference", "triton"])
 def test_the_lightest_loses(form, name, seed, monkeypatch):
-    """Of equals the newest; who leaves the ring itself where it is no heavier; nobody where a slot is free."""
+    """The removed token is the heavy one with the lowest score (of equal ones the newest); the token that leaves the ring, if its
+    score is no higher; none, if a slot is free."""
     monkeypatch.setenv("CALIB_KERNELS", form)
     asked = Budget(RULES[name], seed=seed)
     mass, fields, lost = asked.by_loops()
@@ -102,11 +103,11 @@ def test_the_lightest_loses(form, name, seed, monkeypatch):
 
 @pytest.mark.full
 def test_a_row_of_a_batch_as_alone(monkeypatch):
-    """Bit by bit; and of more slots than a program looks at together."""
+    """A row has the same masses alone and in a batch, with more slots than a program reads in one turn."""
     monkeypatch.setenv("CALIB_KERNELS", "triton")
     together, alone = Budget(RULES["mean"], slots=2500 // PAGE * PAGE), Budget(RULES["mean"], slots=2500 // PAGE * PAGE)
     together.slots.last[0] = alone.slots.last[0] = 2490
-    for part in (together.mass, together.shown):  # nobody is as light as one that only the last turn meets
+    for part in (together.mass, together.shown):  # the lightest token, slot 2480, is read in the last turn
         part[0, :HEADS] += 1
         part[0, :HEADS, 2480] = 0
     alone.mass, alone.shown = together.mass.clone(), together.shown.clone()

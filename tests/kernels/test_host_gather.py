@@ -1,4 +1,5 @@
-"""Fetching what is not there yet: who takes whose place, and that nothing else is touched."""
+"""Prefetch of chosen tokens from host memory, plain torch: which entries of the device cache are replaced, and that no other entry
+is written."""
 
 import pytest
 import torch
@@ -14,7 +15,8 @@ TRIALS = 200
 
 
 def exchange(held: Tensor, chosen: Tensor, reach: int) -> tuple[Tensor, Tensor]:
-    """The entries afterwards, and which are new: these lie where the table says, and are counted."""
+    """Entries after the exchange, and which are new. Asserts that pages and slots of new tokens follow the table, and their
+    count."""
     entries, fetched = held.int(), torch.tensor([7])
     table = 10 + torch.arange(len(held) * (reach // 3 + 1), dtype=torch.int32).view(len(held), -1)
     numbers, slots, new = reference.exchange(entries, chosen, table, 3, reach, fetched)
@@ -28,12 +30,12 @@ def exchange(held: Tensor, chosen: Tensor, reach: int) -> tuple[Tensor, Tensor]:
 
 
 def held_by(entries: Tensor) -> list[list[set[int]]]:
-    """The tokens that some entries hold, of each row and head."""
+    """The set of tokens in the entries of each row and head."""
     return [[{int(token) for token in own if token >= 0} for own in row] for row in entries]
 
 
 def drawn(draw: torch.Generator, n: int, reach: int) -> Tensor:
-    """int64 `[ROWS, HEADS, n]`: up to n tokens below `reach`, none twice, anywhere among entries without one."""
+    """int64 `[ROWS, HEADS, n]`: up to n different tokens below `reach` in random entries; the other entries are empty, -1."""
     found = torch.full((ROWS, HEADS, n), -1)
     for row in range(ROWS):
         for head in range(HEADS):
@@ -53,13 +55,13 @@ def test_whoever_stays_keeps_its_entry_and_the_others_make_room(n, reach):
         entries, new = exchange(held, chosen, reach)
         assert torch.equal(held, before[0]) and torch.equal(chosen, before[1])
         assert entries.shape == held.shape == new.shape and (entries.dtype, new.dtype) == (torch.int64, torch.bool)
-        assert held_by(entries) == held_by(chosen)  # all that are chosen, and nobody else
+        assert held_by(entries) == held_by(chosen)  # exactly the chosen tokens
         assert int((entries >= 0).sum()) == int((chosen >= 0).sum())  # none twice
         wanted = [
             [c - h for c, h in zip(*pair, strict=True)] for pair in zip(held_by(chosen), held_by(held), strict=True)
         ]
-        assert held_by(entries.masked_fill(~new, -1)) == wanted  # what is fetched is what was not there
-        assert torch.equal(entries[~new & (entries >= 0)], held[~new & (entries >= 0)])  # whoever stays does not move
+        assert held_by(entries.masked_fill(~new, -1)) == wanted  # only tokens that were missing are fetched
+        assert torch.equal(entries[~new & (entries >= 0)], held[~new & (entries >= 0)])  # the others keep their entries
 
 
 def test_everything_may_change_and_nothing():
@@ -106,7 +108,7 @@ PAGES, SLOTS, WIDTH = 5, 8, 6
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("wanted", ["none", "some", "all"])
 def test_wanted_tokens_come_and_the_rest_stays(dtype, wanted):
-    """Every source row that nobody wants is NaN, and so is what lies in entries that are not to change."""
+    """Source tokens that are not wanted, and all entries before, are NaN: entries that are not wanted keep their bits."""
     draw = torch.Generator().manual_seed(3)
     n = 11
     numbers = torch.randint(0, PAGES, (ROWS, HEADS, n), generator=draw)
@@ -140,7 +142,7 @@ def test_nothing_to_fetch_and_no_pages():
 
 
 def test_entries_that_are_a_part_of_a_larger_tensor():
-    """Some rows of a batch, as a layer gathers for them."""
+    """The entries of some rows of a batch, as a layer fetches for them."""
     into, pages = torch.zeros(4, HEADS, 3, WIDTH), torch.randn(PAGES, HEADS, SLOTS, WIDTH)
     number = torch.full((2, HEADS, 3), 2)
     host_gather(pages, number, number + 1, torch.ones(2, HEADS, 3, dtype=torch.bool), into[1:3])
@@ -149,7 +151,7 @@ def test_entries_that_are_a_part_of_a_larger_tensor():
 
 
 def test_without_a_cpu_no_number_is_asked_for():
-    """As on a GPU, where asking would wait: the meta device has no number to tell."""
+    """No number is read back from the device, which would synchronise a GPU: on the meta device it would raise an error."""
     numbers = torch.zeros(ROWS, HEADS, 4, dtype=torch.int64, device="meta")
     pages, into = (
         torch.zeros(PAGES, HEADS, SLOTS, WIDTH, device="meta"),

@@ -1,4 +1,4 @@
-"""Fetching by Triton's interpreter against the plain form, bit for bit; nothing else is read or written."""
+"""Prefetch from host memory by the interpreted kernels against plain torch, bit for bit; nothing else is read or written."""
 
 import pytest
 import torch
@@ -10,13 +10,13 @@ pytestmark = pytest.mark.arithmetic
 
 triton = pytest.importorskip("calib.kernels.host_gather.triton", reason="Triton is not installed")
 
-ANYWHERE = 2**62  # a number nobody may follow
+ANYWHERE = 2**62  # the page of entries that must not be read
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch):
-    """What the launch allocates is full of numbers that nothing gives."""
+    """Output buffers are filled with -77, or True, so that entries which the kernel did not write are noticed."""
 
     def full(*shape: object, **of: object) -> Tensor:
         return torch.full(*shape, True if of["dtype"] == torch.bool else -77, **of)
@@ -25,7 +25,7 @@ def poisoned(monkeypatch):
 
 
 def drawn(draw: torch.Generator, rows: int, heads: int, n: int, reach: int, share: float) -> Tensor:
-    """int64 `[rows, heads, n]`: about `share` n tokens below `reach`, none twice, anywhere among entries without one."""
+    """int64 `[rows, heads, n]`: about `share` n different tokens below `reach` in random entries; the others are empty, -1."""
     found = torch.full((rows, heads, n), -1)
     for own in found.view(-1, n):
         count = min(reach, n, int(torch.rand((), generator=draw) * 2 * share * n + 0.5))
@@ -34,7 +34,7 @@ def drawn(draw: torch.Generator, rows: int, heads: int, n: int, reach: int, shar
 
 
 def check_exchange(held: Tensor, chosen: Tensor, reach: int, form=None) -> None:
-    """The kernel's entries, pages, slots and count are the plain form's; what is not new has any page and slot."""
+    """Assert that entries, pages, slots and count are those of plain torch. Pages and slots count only for new tokens."""
     table = 5 + torch.arange(len(held) * (reach // 16 + 3), dtype=torch.int32).view(len(held), -1)[:, :-2]
     mine, other = held.int(), held.int()
     counts, before = [torch.tensor([2**33]) for _ in range(2)], chosen.clone()
@@ -58,7 +58,7 @@ def test_entries_are_exchanged_as_plainly(n, share):
 
 
 def test_entries_that_all_hold_a_token():
-    """Nobody holds -1 then, and yet no choice of -1 arrives."""
+    """No entry is empty, and -1 among the chosen tokens is not fetched all the same."""
     draw = torch.Generator().manual_seed(2)
     held = torch.stack([torch.randperm(100, generator=draw)[:64] for _ in range(6)]).view(3, 2, 64)
     chosen = drawn(draw, 3, 2, 64, 100, 0.5)
@@ -94,7 +94,8 @@ def test_no_entries_and_nothing_chosen():
 def gathered(
     shape: tuple[int, ...], width: int, dtype: torch.dtype, share: float, slots: int = 8, pages: int = 5
 ) -> None:
-    """Every source row that nobody wants is NaN, and so is what lies in entries that are not to change, and around them."""
+    """Compare the kernel with plain torch. Source tokens that are not wanted, and all entries and the memory around them, are NaN
+    before."""
     draw = torch.Generator().manual_seed(3)
     (rows, heads, n), asked = shape, torch.rand(shape, generator=draw) < share
     number = torch.randint(0, pages, shape, generator=draw).masked_fill(~asked, ANYWHERE)
@@ -106,7 +107,7 @@ def gathered(
     source[at] = real[at]
     whole = torch.full((rows + 2, heads, n, width), torch.nan, dtype=dtype)
     bits = whole.view(BITS[dtype.itemsize])
-    bits += torch.arange(bits.numel()).view(bits.shape).to(bits.dtype) % 100  # every NaN another one
+    bits += torch.arange(bits.numel()).view(bits.shape).to(bits.dtype) % 100  # NaNs with different bits
     expected = whole.clone()
     reference.host_gather(source, number, slot, asked, expected[1:-1])
     triton.host_gather(source, number, slot, asked, whole[1:-1])
@@ -121,7 +122,7 @@ def test_wanted_tokens_come_and_the_rest_stays(dtype, share):
 
 @pytest.mark.parametrize("width", [1, 6, 33, 64, 128, 160, 192, 256, 512])
 def test_every_width(width):
-    """Two vectors of 32, 64, 80, 96, 128 or 256 channels, and odd ones."""
+    """Key and value of 32, 64, 80, 96, 128 or 256 channels together, and other widths."""
     gathered((1, 2, 9), width, torch.bfloat16, 0.5)
 
 

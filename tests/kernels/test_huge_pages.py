@@ -1,4 +1,4 @@
-"""Large temporaries of the CPU: asked for with huge pages, as good as any other where there are none, given back when dropped."""
+"""Large temporaries on a CPU: requested with huge pages, usable without them as well, and released with the tensor."""
 
 import gc
 import mmap
@@ -19,7 +19,7 @@ ROWS = LEAST_BYTES // (4 * COLUMNS)
 
 
 class Block(mmap.mmap):
-    """A mapping of the system's that says what it was advised."""
+    """A memory mapping that remembers the advice it was given."""
 
     def madvise(self, option: int, *span: int) -> None:
         self.advised = option
@@ -28,7 +28,7 @@ class Block(mmap.mmap):
 
 @pytest.fixture
 def blocks(monkeypatch: pytest.MonkeyPatch) -> "weakref.WeakSet[Block]":
-    """The mappings that `empty_large` made and that are not given back: a mapping ends with its object."""
+    """The live mappings that `empty_large` made: a mapping is released with its object."""
     alive = weakref.WeakSet()
 
     def mapped(*args: int, **options: int) -> Block:
@@ -68,7 +68,7 @@ def test_what_is_large_is_asked_for_with_huge_pages_and_given_back(blocks: "weak
 
 @pytest.mark.parametrize("advice", [None, -1])
 def test_without_huge_pages_the_answer_is_the_same(advice: int | None, monkeypatch: pytest.MonkeyPatch):
-    """-1 is refused by the system, as any advice on huge pages is where its kernel has none."""
+    """The system refuses the advice -1, as a kernel without huge pages refuses advice on them."""
     if advice is not None:
         with pytest.raises(OSError, match="Invalid argument"):
             mmap.mmap(-1, mmap.PAGESIZE).madvise(advice)

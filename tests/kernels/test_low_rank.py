@@ -1,4 +1,5 @@
-"""Power iteration against singular values, and attention with factors against attention with their product, which never is."""
+"""Power iteration against singular values, and attention with low-rank factors against attention with their product, which is never
+formed."""
 
 from typing import Any
 
@@ -12,7 +13,8 @@ from calib.kernels.low_rank.reference import NARROW, low_rank_mix, low_rank_scor
 
 pytestmark = pytest.mark.arithmetic
 
-# R^T R, or two thin products: more tokens than channels that are few, fewer tokens, many channels.
+# Tokens and channels. Power iteration multiplies by R^T R if there are more tokens than channels, and few channels; else it
+# multiplies by R and by R^T.
 SHAPES = [(300, 64), (64, 64), (20, 64), (300, 200), (7, 200), (400, NARROW), (400, NARROW + 1)]
 
 
@@ -21,7 +23,7 @@ def randn(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def decaying(tokens: int, width: int, rank: int, seed: int = 0) -> torch.Tensor:
-    """`[2, 3, tokens, width]` of that rank, singular values falling by a third each."""
+    """A matrix `[2, 3, tokens, width]` of that rank; each singular value is 2/3 of the one before."""
     left, right = (
         torch.linalg.qr(randn(2, 3, size, rank, seed=seed + at)).Q for at, size in enumerate((tokens, width))
     )
@@ -34,7 +36,7 @@ def orthonormal(basis: torch.Tensor) -> bool:
 
 
 def missed(x: torch.Tensor, basis: torch.Tensor) -> torch.Tensor:
-    """||R - R B B^T|| of every matrix."""
+    """Frobenius norm of R - R B B^T for every matrix R = x and basis B."""
     x, basis = x.double(), basis.double()
     return torch.linalg.matrix_norm(x - x @ basis @ basis.mT)
 
@@ -42,7 +44,7 @@ def missed(x: torch.Tensor, basis: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(("tokens", "width"), SHAPES)
 @pytest.mark.parametrize("loops", [1, 3, 12])
 def test_power_iteration_is_its_equation(tokens, width, loops):
-    """The span it finds, beside the same rounds in float64."""
+    """The projection of R on the basis is that of the same number of rounds in float64 (numpy)."""
     x, start = decaying(tokens, width, min(tokens, width)), randn(2, 3, width, 4, seed=5)
     before = x.clone(), start.clone()
     basis = power_iteration(x, start, loops)
@@ -52,7 +54,7 @@ def test_power_iteration_is_its_equation(tokens, width, loops):
     for _ in range(loops):
         expected = np.linalg.qr(matrix.mT @ (matrix @ expected))[0]
     found = basis.double().numpy()
-    # What matters is what of R is kept: a direction in which R is nothing may be any.
+    # The projections of R are compared, since basis vectors that are orthogonal to all rows of R are arbitrary.
     kept, wanted = (matrix @ b @ b.mT for b in (found, expected))
     assert abs(kept - wanted).max() < 1e-4 * abs(matrix).max()
 
@@ -72,7 +74,7 @@ def test_twelve_rounds_come_near_the_best_there_is(tokens, width, rank):
 @pytest.mark.parametrize("tokens", [1, 3, 20, 100])
 @pytest.mark.parametrize("rank", [1, 2])
 def test_a_residual_of_less_rank_is_kept_whole(tokens, rank):
-    """Also of one token, and with more vectors than there are tokens; the vectors that are over are orthonormal all the same."""
+    """Also for one token, and for bases with more vectors than tokens; the surplus vectors are orthonormal, too."""
     x = decaying(tokens, 32, min(rank, tokens))
     for vectors in (rank, 4, 8):
         basis = power_iteration(x, randn(32, vectors, seed=3).expand(2, 3, -1, -1), 3)
@@ -95,7 +97,7 @@ def test_no_matrix_depends_on_those_beside_it():
 
 
 class Counted(TorchDispatchMode):
-    """Operations."""
+    """Counts torch operations."""
 
     number = 0
 
@@ -106,7 +108,8 @@ class Counted(TorchDispatchMode):
 
 @pytest.mark.parametrize("tokens", [20, 300], ids=["thin", "moments"])
 def test_a_round_is_its_products_and_a_basis(tokens):
-    """Of a block's small matrices the views around a product take longer than it does."""
+    """A round costs two operations, or three: with the small matrices of a block, additional views would take longer than the
+    products."""
     x, start, counts = randn(1, 4, tokens, 64), randn(4, 64, 3, seed=1), []
     for loops in (2, 12):
         with Counted() as counted:
@@ -119,7 +122,7 @@ def test_a_round_is_its_products_and_a_basis(tokens):
 
 
 def factors(heads: int, tokens: int, channels: int, rank: int, segments: int, shared: bool, dtype: torch.dtype):
-    """A tile, and L `[2, heads, tokens, channels]` in float64."""
+    """Basis and coefficients of a tile, and their product `[2, heads, tokens, channels]` in float64."""
     basis = randn(2, heads, rank * channels, segments, seed=1).to(dtype)
     coefficients = randn(2, 1 if shared else heads, rank, tokens, seed=2).to(dtype)
     whole = torch.zeros(2, heads, tokens, channels, dtype=torch.float64)
@@ -165,7 +168,7 @@ def test_the_product_of_the_factors_is_never_formed(rows, segments):
     basis, coefficients, _ = factors(1, tokens, channels, rank, segments, False, torch.float16)
     query, weights = randn(2, 1, rows, channels), randn(2, 1, rows, tokens)
     bound = 2 * max(rank * tokens, rank * channels * segments, rows * tokens, rows * channels * segments)
-    assert 4 * bound <= 2 * tokens * channels  # what is being looked for would be seen
+    assert 4 * bound <= 2 * tokens * channels  # the product, if formed, would be far above the bound
     for call in (
         lambda: low_rank_scores(query, basis, coefficients),
         lambda: low_rank_mix(weights, basis, coefficients, channels),
@@ -177,7 +180,7 @@ def test_the_product_of_the_factors_is_never_formed(rows, segments):
 
 @pytest.mark.parametrize(("width", "formed"), [(NARROW, True), (NARROW + 1, False)])
 def test_the_moments_of_many_channels_are_never_formed(width, formed):
-    """R^T R costs more than thin products there, and D x D numbers."""
+    """Above NARROW channels D, R^T R would cost more than products with R and R^T, and D x D numbers of memory."""
 
     class Products(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

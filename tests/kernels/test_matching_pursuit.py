@@ -1,4 +1,5 @@
-"""Matching pursuit beside a float64 walk over its own choices: each the best there was, its coefficient, what is left."""
+"""Matching pursuit against a float64 pursuit that follows its choices (`pursuit_walk.walk`): every chosen atom is the best up to
+rounding, and coefficients and residual norms agree. Both forms and orthogonal matching pursuit."""
 
 from collections.abc import Callable
 from typing import Any
@@ -41,7 +42,7 @@ ALL = [*FORMS, matching_pursuit, orthogonal_matching_pursuit]
 def test_every_choice_is_the_best_and_what_is_left_is_that_of_float64(
     pursuit: Pursuit, vectors, width, count, sparsity, made
 ):
-    """Also after 16 steps of the Gram form, whose correlations are never made anew."""
+    """Also after 16 steps of the Gram form, which updates its correlations and never computes them anew."""
     x, atoms = made(vectors, width, count)
     before = x.clone(), atoms.clone()
     index, coefficient = pursuit(x, atoms, sparsity)
@@ -61,7 +62,8 @@ def test_every_choice_is_the_best_and_what_is_left_is_that_of_float64(
 
 
 def free_run(x: Tensor, atoms: Tensor, sparsity: int) -> tuple[np.ndarray, np.ndarray]:
-    """Float64 pursuit's own choices `[V, s]`, and the least margin between best and second of each vector, over |x|."""
+    """A float64 pursuit: its choices `[V, s]`, and for each vector the smallest difference of the two largest correlations,
+    relative to |x|."""
     index, margin = np.zeros((len(x), sparsity), dtype=np.int64), np.full(len(x), np.inf)
     dictionary = atoms.double().numpy()
     for row, vector in enumerate(x.double().numpy()):
@@ -103,7 +105,8 @@ def test_more_steps_begin_with_the_same_ones(pursuit: Pursuit):
 
 @pytest.mark.parametrize("pursuit", ALL)
 def test_of_equals_the_first(pursuit: Pursuit):
-    """Exact products of small whole numbers: ties within a run, between runs, of either sign, with the padding after N."""
+    """Of equal correlations the first atom is chosen. Products of small integers are exact: ties within a run, between runs, of
+    either sign, and with the padding after N."""
     axes = torch.eye(4)
     atoms = torch.cat([torch.zeros(3, 4), -axes, axes, torch.zeros(2 * RUN, 4), axes])
     x = torch.tensor([[0.0, 5, 5, 1], [0, 0, 0, -7], [2, -2, 2, -2], [0, 0, 0, 0]])
@@ -117,7 +120,8 @@ def test_of_equals_the_first(pursuit: Pursuit):
 
 @pytest.mark.parametrize("form", [*FORMS, matching_pursuit])
 def test_a_repeated_atom_adds_up(form):
-    """Two atoms that are not orthogonal are taken in turn; their pairs converge to the least squares."""
+    """Two atoms that are not orthogonal are chosen in turn; the sums of their coefficients converge to least
+    squares."""
     atoms = torch.tensor([[1.0, 0], [0.6, 0.8]])
     x = torch.tensor([[1.0, 2.0]])
     index, coefficient = form(x, atoms, 40)
@@ -141,7 +145,7 @@ def test_what_is_left_never_grows(problem):
         assert bool(coefficient.isfinite().all())
         assert int(index.min()) >= 0 and int(index.max()) < len(atoms)
         scale = FLOAT32_FOLD * x.double().norm(dim=-1).numpy()
-        if pursuit is not orthogonal_matching_pursuit:  # whose pairs so far are not its earlier answer
+        if pursuit is not orthogonal_matching_pursuit:  # whose first pairs are not the result of fewer steps
             left = lengths_left(x, atoms, index, coefficient)
             assert (np.diff(left) <= scale[:, None]).all()
 
@@ -187,7 +191,8 @@ class Largest(TorchDispatchMode):
 @pytest.mark.full
 @pytest.mark.parametrize("tile", [1, 2**10, 2**12])
 def test_correlations_at_once_are_bounded(tile, monkeypatch):
-    """A tile of them, or a vector's; beside what is as large as x, the pairs' bases or the Gram matrix. Tiles change nothing."""
+    """No tensor is larger than a tile of correlations, those of one vector, x, the pairs' bases or the Gram matrix. Results do not
+    depend on the tile."""
     x, atoms = normal(900, 16, 64)
     expected = [pursuit(x, atoms, 4) for pursuit in ALL]
     monkeypatch.setattr(reference, "TILE_ELEMENTS", {"cpu": tile})
@@ -203,7 +208,7 @@ def test_correlations_at_once_are_bounded(tile, monkeypatch):
 
 @pytest.mark.parametrize("pursuit", ALL)
 def test_same_in_same_out(pursuit: Pursuit):
-    """Bit for bit, whatever was called between."""
+    """Repeated calls give the same bits, also after a call with other sizes."""
     x, atoms = clustered(300, 32, 200)
     first = pursuit(x, atoms, 8)
     pursuit(randn(17, 32, seed=9), unit(randn(31, 32, seed=8)), 3)
@@ -222,7 +227,7 @@ def test_a_vector_alone_is_the_vector_among_others(pursuit: Pursuit):
 
 @pytest.mark.parametrize("pursuit", ALL)
 def test_nothing_waits_for_the_device(pursuit: Pursuit):
-    """On the meta device a number cannot be asked for; gradients stay out."""
+    """No number is read back from the device (the meta device would raise an error), and no gradient is recorded."""
     x, atoms = (part.to("meta").requires_grad_() for part in normal(200, 16, 40))
     index, coefficient = pursuit(x, atoms, 4)
     assert index.device.type == coefficient.device.type == "meta" and index.shape == coefficient.shape == (200, 4)
@@ -244,7 +249,8 @@ def test_no_vectors_have_no_pairs(pursuit: Pursuit):
 @pytest.mark.parametrize("lead", [(), (5,), (2, 3, 7)])
 @pytest.mark.parametrize("sparsity", [1, 4, 16])
 def test_desparsify_is_the_product_with_the_dense_code(lead, sparsity, dtype):
-    """Pairs of the same index add up; a gather and a sum say the same. Pairs may be of any layout."""
+    """Coefficients of repeated indices add up: compared with a dense product and with a gather and sum in float64. Pairs may be
+    strided."""
     atoms, draw = randn(37, 24).to(dtype), torch.Generator().manual_seed(1)
     index, coefficient = torch.randint(37, (*lead, sparsity), generator=draw), randn(*lead, sparsity, seed=2)
     index[..., -1] = index[..., 0]
@@ -263,7 +269,8 @@ def test_desparsify_is_the_product_with_the_dense_code(lead, sparsity, dtype):
 @pytest.mark.parametrize(("width", "count"), [(32, 512), (64, 300), (128, 1024)])
 @pytest.mark.parametrize("pursuit", ALL)
 def test_a_vector_has_the_same_bits_in_any_company(pursuit: Pursuit, width, count, made):
-    """A matrix product's rounding depends on its shape; choices and coefficients do not, near ties included."""
+    """Choices and coefficients do not depend on the other vectors of a call, even near ties, although the rounding of a matrix
+    product depends on its shape."""
     x, atoms = made(1500, width, count)
     x, atoms = x.contiguous(), atoms.contiguous()
     index, coefficient = pursuit(x, atoms, 8)
@@ -279,7 +286,7 @@ def test_a_vector_has_the_same_bits_in_any_company(pursuit: Pursuit, width, coun
 
 @pytest.mark.parametrize("made", [clustered, tied])
 def test_both_forms_find_the_same_bits(made):
-    """The form follows the number of vectors, so a prompt's and a block's may differ."""
+    """The number of vectors decides which form runs, so a prompt and a block may use different ones."""
     x, atoms = made(1500, 64, 300)
     found = [form(x, atoms, 8) for form in FORMS]
     assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
@@ -287,7 +294,7 @@ def test_both_forms_find_the_same_bits(made):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
 def test_coefficients_have_the_digits_of_the_vectors(dtype):
-    """Of float64 all of them; vectors and atoms in 16 bits are computed in float32."""
+    """Coefficients are float64 for float64 vectors, and as precise; vectors and atoms in 16 bits are computed in float32."""
     x, atoms = normal(40, 16, 32)
     x, atoms = x.to(dtype), atoms.to(dtype)
     index, coefficient = operation.matching_pursuit(x, atoms, 4)

@@ -1,4 +1,5 @@
-"""The pursuit's kernel in Triton's interpreter, beside a float64 walk over its own choices; ties, digits, the choice of form."""
+"""The kernel of matching pursuit in Triton's interpreter, against a float64 pursuit that follows its choices (`pursuit_walk.walk`);
+ties, precision, and the choice of implementation."""
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from calib.kernels.matching_pursuit import operation, reference, triton
 
 pytestmark = pytest.mark.arithmetic
 
-# vectors, width, atoms, sparsity: every width of a head, one vector and programs that end inside, tiles that do.
+# vectors, width, atoms, sparsity: every head width, a single vector, partly filled programs and tiles.
 SIZES = [
     (1, 32, 1, 1),
     (63, 64, 63, 4),
@@ -24,7 +25,7 @@ SIZES = [
 
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch):
-    """What nobody wrote is NaN, or the largest whole number."""
+    """Memory that was not written holds NaN, or the largest integer."""
     before = torch.are_deterministic_algorithms_enabled()
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     torch.use_deterministic_algorithms(True)
@@ -37,7 +38,7 @@ def poisoned(monkeypatch):
 @pytest.mark.parametrize(("vectors", "width", "count", "sparsity"), SIZES)
 def test_every_choice_is_the_best_and_what_is_left_is_that_of_float64(vectors, width, count, sparsity, made, stored):
     x, atoms = made(vectors, width, count)
-    if stored == torch.float32:  # with digits that float16 has not
+    if stored == torch.float32:  # with more digits than float16
         atoms = torch.nn.functional.normalize(atoms, dim=-1)
     atoms = atoms.to(stored)
     before = x.clone(), atoms.clone()
@@ -61,7 +62,8 @@ def test_the_pairs_are_the_references():
 
 
 def test_of_equals_the_first():
-    """Exact products of small whole numbers: ties within a tile, between tiles, of either sign, with the rows behind N."""
+    """Of equal correlations the first atom is chosen. Products of small integers are exact: ties within a tile, between tiles, of
+    either sign, and with the padding after N."""
     axes = torch.eye(4)
     atoms = torch.cat([torch.zeros(3, 4), -axes, axes, torch.zeros(128, 4), axes])
     x = torch.tensor([[0.0, 5, 5, 1], [0, 0, 0, -7], [2, -2, 2, -2], [0, 0, 0, 0]])
@@ -75,14 +77,14 @@ def test_of_equals_the_first():
 
 @pytest.mark.parametrize(("first", "second"), [(40, 10), (10, 75), (75, 10)])
 def test_of_equals_of_two_tiles_and_columns_the_first(first, second):
-    """Whichever of them has the earlier column of its tile."""
+    """The first atom is chosen, also if the second one has the earlier column in its tile."""
     atoms = torch.zeros(100, 32)
     atoms[first] = atoms[second] = unit(torch.ones(32))
     assert triton.matching_pursuit(torch.ones(1, 32), atoms, 1)[0].item() == min(first, second)
 
 
 def test_digits_that_one_float16_has_not_decide():
-    """2^-18 of an atom's length, 2^-18 of a residual's entry, and the same in a row that is large elsewhere."""
+    """Differences of 2^-18 in an atom's length, or in an entry of the residual, decide the choice; also next to an entry of 100."""
     atom = randn(1, 64)
     atoms = torch.cat([atom, atom * (1 + 2**-18)]) / atom.norm()
     index, _ = triton.matching_pursuit(randn(20, 64, seed=1), atoms, 1)
@@ -124,7 +126,7 @@ def test_atoms_of_any_length_below_sixteen():
 
 
 def test_no_position_lies_outside_the_dictionary():
-    """Where nothing is a number, atoms or vectors."""
+    """Positions are within the dictionary even for vectors or atoms of NaN and infinity; the other vectors keep their bits."""
     x, atoms = normal(4, 32, 70)
     x[0], x[1] = torch.nan, torch.inf
     for dictionary in (atoms, torch.full_like(atoms, torch.nan)):
@@ -157,7 +159,7 @@ def test_tensors_of_any_layout():
 
 
 def test_tiles_fit_the_device():
-    """A large tile is for many vectors and where three tiles of the dictionary fit beside it."""
+    """Large tiles are used for many vectors if shared memory suffices; otherwise smaller tiles or fewer stages."""
     assert triton.tile_of(2**20, 128, triton.ROOMY) == {"BV": 128, "BN": 64, "BD": 128, "num_warps": 8, "num_stages": 3}
     assert triton.tile_of(100, 128, triton.ROOMY) == {"BV": 64, "BN": 64, "BD": 128, "num_warps": 4, "num_stages": 3}
     assert triton.tile_of(2**20, 80, 99 * 2**10) == {"BV": 64, "BN": 64, "BD": 128, "num_warps": 4, "num_stages": 2}
@@ -169,7 +171,7 @@ def test_tiles_fit_the_device():
 
 @pytest.fixture
 def called(monkeypatch):
-    """Which forms ran, where Triton is asked for."""
+    """Names of the implementations that ran, with CALIB_KERNELS=triton."""
     forms: list[str] = []
     monkeypatch.setenv("CALIB_KERNELS", "triton")
     for name, module in (("triton", triton), ("reference", reference)):

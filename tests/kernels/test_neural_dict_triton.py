@@ -1,4 +1,4 @@
-"""Rows added up by atom, in Triton's interpreter: beside a dense product in float64, and as the gradient of a dictionary."""
+"""Sums of rows by atom in Triton's interpreter: against a dense product in float64, and as the gradient of a dictionary."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from calib.neural_dict.loss import diversity, reconstruction
 
 pytestmark = pytest.mark.arithmetic
 
-# vectors, pairs, atoms, width: more atoms than pairs, all pairs at a few atoms, runs that end inside a read.
+# vectors, pairs, atoms, width: more atoms than pairs, all pairs at a few atoms, partly filled reads.
 SIZES = [
     (1, 1, 1, 32),
     (1, 8, 63, 64),
@@ -24,7 +24,7 @@ SIZES = [
 
 @pytest.fixture(autouse=True)
 def poisoned():
-    """What nobody wrote is NaN."""
+    """Memory that was not written holds NaN."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
     assert torch.zeros(2).new_empty(100).isnan().all()
@@ -52,7 +52,8 @@ def test_sums_are_those_of_a_dense_product(sizes):
 
 
 def test_pairs_are_added_in_the_order_of_the_batch():
-    """16 at a time, so that a sum is the same in every run; a large number that comes and goes shows the order."""
+    """Pairs are added 16 at a time in the batch's order, so a sum is the same in every run. A large number that is added first and
+    subtracted last makes the order visible."""
     rows = torch.ones(40, 4)
     rows[0], rows[39] = 2.0**24, -(2.0**24)
     index = torch.zeros(40, 1, dtype=torch.int64)
@@ -75,7 +76,8 @@ def test_no_vectors_add_nothing():
 
 @pytest.mark.parametrize("weight", [0.0, 0.3])
 def test_the_gradient_of_a_dictionary_is_the_references(weight, monkeypatch):
-    """-2/B sum of c (x - x^) by atom, and weight times 4 (W W^T W - W) / N^2."""
+    """The gradient -2/B sum of c (x - x^) by atom, plus weight times that of the diversity loss, 4 (W W^T W - W) / N^2, by both
+    implementations."""
     coefficient, index, x = drawn(50, 4, 30, 64)
     gradients = []
     for form in ("triton", "reference"):

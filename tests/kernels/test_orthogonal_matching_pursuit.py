@@ -1,6 +1,6 @@
-"""Orthogonal matching pursuit: least squares over the chosen atoms, whatever they are, and less error than plain pursuit.
+"""Orthogonal matching pursuit: coefficients are the least squares over any chosen atoms, and the error is below plain pursuit's.
 
-That its choices and what is left are those of float64 is tested with the other forms, in test_matching_pursuit.py.
+Choices and residuals are compared with float64 in test_matching_pursuit.py, together with the other forms.
 """
 
 import numpy as np
@@ -28,7 +28,7 @@ def relative_error(x: Tensor, atoms: Tensor, pairs: tuple[Tensor, Tensor]) -> Te
 
 
 def spread(x: Tensor, coefficient: Tensor) -> np.ndarray:
-    """Rounding of x^ relative to its terms, which cancel where atoms nearly coincide."""
+    """Bound of the rounding error of x^, from the norms of x and of the coefficients: terms cancel where atoms nearly coincide."""
     return FLOAT32_FOLD * (x.double().norm(dim=-1) + coefficient.double().norm(dim=-1)).numpy()
 
 
@@ -36,7 +36,7 @@ def spread(x: Tensor, coefficient: Tensor) -> np.ndarray:
 @settings(max_examples=examples(100), deadline=None)
 @given(problems())
 def test_what_is_left_never_grows_from_step_to_step(problem):
-    """Of calls with one step, two, ...: the pairs so far are not an earlier answer."""
+    """Compares calls with one step, two steps and so on, since each step changes the earlier coefficients."""
     x, atoms, sparsity = problem
     before = x.double().norm(dim=-1).numpy()
     for fewer in range(1, sparsity + 1):
@@ -64,7 +64,8 @@ def test_coefficients_are_those_of_least_squares():
 
 
 def test_atoms_in_a_narrow_cone_still_give_the_least_error():
-    """Eight of twelve atoms that differ by thousandths, coefficients of thousands: one pass of Gram-Schmidt misses by 1e-3."""
+    """Eight of twelve atoms that differ by thousandths, so coefficients are in the thousands. A single pass of Gram-Schmidt would
+    miss the least error by 1e-3."""
     atoms, x = unit(unit(randn(1, 16)) + 1e-3 * randn(12, 16, seed=1)), randn(300, 16, seed=2)
     index, coefficient = orthogonal_matching_pursuit(x, atoms, 8)
     assert coefficient.abs().max() > 1000
@@ -76,7 +77,7 @@ def test_atoms_in_a_narrow_cone_still_give_the_least_error():
 @pytest.mark.parametrize("made", [normal, clustered])
 @pytest.mark.parametrize(("sparsity", "most"), [(4, 1.0), (8, 0.98), (16, 0.9)])
 def test_an_orthogonal_pursuit_errs_less_on_average(made, sparsity, most):
-    """Its mean relative squared error over matching pursuit's; the README has the figures."""
+    """The mean relative squared error is at most this share of matching pursuit's; figures are in the README."""
     for seed in range(3):
         x, atoms = made(500, 64, 512, seed=10 * seed)
         plain, refitted = (
@@ -87,7 +88,8 @@ def test_an_orthogonal_pursuit_errs_less_on_average(made, sparsity, most):
 
 
 def test_atoms_that_say_nothing_new_get_nothing():
-    """Copies, zeros, and copies that differ by float16's rounding: no division by what is left of them."""
+    """Atoms that are zero, copies, or copies up to float16's rounding get the coefficient 0: they are not divided by their tiny
+    part outside the span of the others."""
     one, other = unit(randn(2, 16))
     rounded = one * (1 + DEPENDENT / 4 * torch.tensor([1.0, -1.0] * 8))
     x = torch.stack([3 * one + other, torch.zeros(16), 1e-20 * one, one])

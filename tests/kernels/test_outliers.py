@@ -1,4 +1,5 @@
-"""The few entries of a row that stick out: found by rank or by threshold as a loop finds them, and products with them alone."""
+"""Outliers of rows in plain torch: found by rank or by threshold, against loops; sparse products, against dense ones; and lists of
+outliers."""
 
 import numpy as np
 import pytest
@@ -52,7 +53,7 @@ def test_extremes_are_the_largest_and_the_smallest_and_none_twice(length, kind):
 
 
 def beyond_by_hand(x: np.ndarray, low: np.ndarray, high: np.ndarray, count: int) -> tuple[list[list[int]], int]:
-    """Positions of each row's slots, -1 in one that found none, and the entries without a slot."""
+    """With loops: the positions in each row's slots, -1 in an empty one, and the number of outliers without a slot."""
     rows, overflowed_outliers = [], 0
     for row, least, most in zip(x, low, high, strict=True):
         slots = []
@@ -67,7 +68,7 @@ def beyond_by_hand(x: np.ndarray, low: np.ndarray, high: np.ndarray, count: int)
 @pytest.mark.parametrize("rows", [1, 5, 8, 24])
 @pytest.mark.parametrize("length", LENGTHS)
 def test_first_beyond_takes_the_first_by_position_and_counts_the_rest(length, rows, strided):
-    """Of rows as values have them, and of channels over tokens as keys have them: strided, their tokens apart in memory."""
+    """Rows as of values (contiguous), and channels over tokens as of keys (strided)."""
     x = randn(1, 2, length, rows, seed=length).mT if strided else randn(1, 2, rows, length, seed=length)
     assert x.is_contiguous() is (not strided) or 1 in (rows, length)
     draw = randn(2, 2, rows, 1, seed=1 + length)
@@ -96,7 +97,7 @@ def test_first_beyond_takes_the_first_by_position_and_counts_the_rest(length, ro
 
 
 def test_thresholds_of_every_entry():
-    """A channel's own, met along a token's row."""
+    """Each channel has its own thresholds, and rows are tokens."""
     x, low, high = randn(1, 1, 4, 40), -randn(40, seed=1).abs(), randn(40, seed=2).abs()
     positions, used, overflowed_outliers = first_beyond(x, low, high, 6)
     ends = (end.expand(4, -1).numpy() for end in (low, high))
@@ -125,7 +126,7 @@ def entries(rows: int, count: int, source: int, target: int, seed: int = 0) -> t
     ("rows", "n", "width", "size", "count"), [(1, 1, 4, 3, 50), (3, 7, 20, 5, 40), (2, 3, 5, 6, 0)]
 )
 def test_a_sparse_product_is_the_product_with_the_whole_matrix(rows, n, width, size, count, monkeypatch):
-    """Positions repeat, and their products add up; a tile of it may be as small as one row."""
+    """Entries with equal positions add up. Results do not depend on the tile, even of one row."""
     x, (source, target, delta) = randn(rows, n, width, seed=1), entries(rows, count, width, size)
     matrix = np.zeros((rows, width, size))
     for row in range(rows):
@@ -142,7 +143,7 @@ def test_a_sparse_product_is_the_product_with_the_whole_matrix(rows, n, width, s
 
 
 def test_products_at_once_are_bounded(monkeypatch):
-    """No more of them than a tile has, unless one row of `x` has more."""
+    """100 products per row of x and 700 per tile: seven rows at once."""
     x, (source, target, delta) = randn(2, 30, 9), entries(2, 50, 9, 4)
     most, gather = [], torch.Tensor.gather
     monkeypatch.setattr(reference, "TILE_ELEMENTS", 700)
@@ -162,7 +163,8 @@ def test_products_at_once_are_bounded(monkeypatch):
     [(1300, 24, 2, 900), (512, 16, 3, 1), (1, 8, 1, 3), (40, 128, 2, 400), (1024, 16, 2, 5000), (600, 300, 1, 0)],
 )
 def test_lists_of_rows_are_the_entries(tokens, channels, heads, count, listed):
-    """Unused ones are behind the others, and in a longer row's room, and in a batch, they are the same."""
+    """Lists give back the entries they were made from; also with unused room behind them, and in a batch. Entries with delta 0 are
+    unused and come last."""
     draw = torch.Generator().manual_seed(count)
     flat = torch.randperm(heads * tokens * channels, generator=draw)[:count]
     delta = torch.randn(count, generator=draw)
@@ -185,7 +187,7 @@ def test_lists_of_rows_are_the_entries(tokens, channels, heads, count, listed):
 
 
 def test_what_lies_behind_a_list_is_cleared():
-    """Of a file: wherever the list ends."""
+    """Anything may follow the last entry of a list that was read from a file: it is set to 0."""
     given = Entries(*(torch.tensor([0, 0, 1]) for _ in range(3)), torch.tensor([1.0, 0, 3]))
     for listed in (by_token, by_channel):
         fields = listed(given, 2, 4, 8)

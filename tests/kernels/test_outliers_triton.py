@@ -1,4 +1,4 @@
-"""Kernels of what tokens are beside their codes, interpreted, against sparse products with the same entries in float64."""
+"""Kernels for outliers and low-rank coefficients of pages (`PageTerms`), interpreted, against dense products in float64."""
 
 from dataclasses import replace
 
@@ -10,18 +10,18 @@ from calib.kernels.outliers.page_terms import PageTerms
 from calib.kernels.outliers.reference import in_order, sparse_product
 from calib.kernels.outliers.row_lists import Entries, RowLists
 
-# Lanes that no number lies in compute with infinities; only the interpreter tells.
+# Padding lanes compute with infinities, of which only the interpreter warns.
 pytestmark = [pytest.mark.arithmetic, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 
 PAGES, HEADS, CPU = 7, 2, torch.device("cpu")
 
-# Queries and weights are two float16 numbers, 22 bits of the largest of a row, and what is left are sums in float32.
+# Queries and weights are split into two float16 numbers, 22 bits relative to the largest of a row; sums are float32.
 SPLIT = 2.0**-20
 
 
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch):
-    """What a kernel is to write, and its room for a tile, hold NaN before."""
+    """Output and scratch buffers are filled with NaN, so that unwritten numbers are noticed."""
     monkeypatch.setenv("CALIB_KERNELS", "triton")
     empty, new_empty = torch.empty, torch.Tensor.new_empty
     monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: filled(empty(*args, **kwargs)))
@@ -41,7 +41,7 @@ def randn(*shape: int, seed: int) -> torch.Tensor:
 
 
 def unsigned(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Whole numbers as pages hold them, those of 16 bits without a sign."""
+    """Integers in the dtype of pages; int16 holds unsigned 16-bit numbers."""
     return torch.where(x >= 2**15, x - 2**16, x).to(dtype) if dtype == torch.int16 else x.to(dtype)
 
 
@@ -55,7 +55,8 @@ def lists(
     index=torch.int16,
     delta=torch.float16,
 ) -> tuple[PageTerms, torch.Tensor]:
-    """`count` lists of `wide` entries a channel, `unused` of them, and what they are: `[count, heads, tokens, D]`, float64."""
+    """`count` pages with `wide` outliers per channel, `unused` of them without delta, and the same dense: float64 `[count, heads,
+    tokens, D]`."""
     draw = draws(seed)
     order = torch.rand(count, HEADS, channels, tokens, generator=draw).argsort(-1)[..., :wide]
     distance = torch.randn(count, HEADS, channels, wide, generator=draw).to(delta)
@@ -76,8 +77,8 @@ def of_rows(
     by_token: bool = True,
     in_few: bool = False,
 ) -> tuple[RowLists, torch.Tensor]:
-    """`count` segments' lists of `wide` entries of all heads, a seventh unused, and what they are, `[count, heads, tokens, D]`
-    float64; `in_few`: most are of one token and of one channel."""
+    """Lists of `count` segments with `wide` entries of all heads, a seventh of them unused, and the same dense: float64 `[count,
+    heads, tokens, D]`. `in_few`: most entries are of one token or one channel."""
     draw, size, found, dense = draws(seed), HEADS * tokens * channels, [], []
     for _ in range(count):
         likely = torch.rand(HEADS, tokens, channels, generator=draw)
@@ -99,7 +100,7 @@ def of_rows(
 def of_tokens(
     page: int, wide: int, channels: int, seed: int, across: bool, index=torch.uint8, delta=torch.float16
 ) -> tuple[PageTerms, torch.Tensor]:
-    """`wide` entries of every token, one of them unused, and what they are: `[pages, heads, page_tokens, D]`, float64."""
+    """`wide` outliers per token, one of them unused, and the same dense: float64 `[pages, heads, page_tokens, D]`."""
     own, draw = 1 if across else HEADS, draws(seed)
     total = channels * (HEADS if across else 1)
     channel = torch.rand(PAGES, own, page, total, generator=draw).argsort(-1)[..., :wide]
@@ -118,12 +119,12 @@ def factors(page: int, rank: int, channels: int, seed: int, shared: bool = False
 
 
 def slots_of(dense: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """`[pages, heads, page_tokens, D]` as `[rows, heads, slots, D]`."""
+    """The tokens of each row: `[pages, heads, page_tokens, D]` gathered to `[rows, heads, slots, D]`."""
     return dense[table.long()].transpose(1, 2).flatten(2, 3)
 
 
 def assert_scores(query, terms, dense, table, used, page, **options):
-    """`dense [rows, heads, slots, D]` is what the terms are."""
+    """Assert that the scores of `terms` are those of the same numbers dense, `[rows, heads, slots, D]`, within SPLIT."""
     assert operation.supported(terms, query.shape[-1], CPU)
     found = operation.scores_of(query, terms, table, used, page, **options)
     scale = options.get("scale", 1.0) * (1 if options.get("map_scale") is None else options["map_scale"].double())
@@ -143,7 +144,7 @@ TABLE = torch.tensor([[5, 0, 3], [1, 6, 2]], dtype=torch.int32)
 @pytest.mark.parametrize("delta", [torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize(("page", "channels", "asked"), [(64, 32, 4), (20, 24, 1), (16, 80, 9), (128, 16, 19)])
 def test_lists_of_rows(page, channels, asked, delta, in_few):
-    """Each row's own record; every token knows where its entries begin."""
+    """Keys: each row reads its own record's list."""
     used, tokens = torch.tensor([3 * page, 2 * page + 5], dtype=torch.int32), 3 * page
     own, dense = of_rows(3, tokens, tokens * channels // 20, channels, page, delta, in_few=in_few)
     query = randn(2, HEADS, asked, channels, seed=1)
@@ -155,7 +156,7 @@ def test_lists_of_rows(page, channels, asked, delta, in_few):
 
 @pytest.mark.full
 def test_lists_of_rows_from_a_later_token():
-    """Slot 0 is the 40th token of its segment, as under a sliding window, or lies behind many stretches."""
+    """Slot 0 holds token 40 of its segment, as with a sliding window, or token 40,000, behind many stretches."""
     own, dense = of_rows(2, 40_192, 60_000, 16, 3)
     query, used = randn(2, HEADS, 2, 16, seed=4), torch.tensor([192, 150], dtype=torch.int32)
     for first in (40, 40_000):
@@ -164,7 +165,7 @@ def test_lists_of_rows_from_a_later_token():
 
 
 def test_a_list_ends_where_its_room_does():
-    """Whatever a file says of where tokens begin."""
+    """With wrong offsets, as a damaged file may have, nothing behind the record's own list is read."""
     own, _ = of_rows(2, 192, 300, 16, 3)
     own.delta[1] = torch.nan  # the next record's, two entries of each token from the 150th on
     begins = (torch.arange(193) * 2).to(torch.int16).expand(own.begins.shape).contiguous()
@@ -179,7 +180,7 @@ def test_a_list_ends_where_its_room_does():
 @pytest.mark.parametrize("programs", [1, 64])
 @pytest.mark.parametrize(("page", "wide", "rank"), [(20, 2, 2), (20, 4, 0), (48, 6, 3), (100, 2, 1)])
 def test_lists_of_pages(page, wide, rank, programs, monkeypatch):
-    """And coefficients of each page's own vectors, in the same launch."""
+    """Outliers listed per page and channel, together with coefficients of each page's own basis in the same launch."""
     monkeypatch.setattr(triton, "_programs", lambda device: programs)
     terms, dense = lists(PAGES, page, wide, 32, page)
     if rank:
@@ -213,7 +214,7 @@ def test_coefficients_alone():
 @pytest.mark.full
 @pytest.mark.parametrize("programs", [1, 64])
 def test_a_row_is_the_same_alone(programs, monkeypatch):
-    """Bit for bit, and twice, however many programs share its tokens."""
+    """A row has the same bits alone, in a batch and in a repeated call, with few programs or many."""
     monkeypatch.setattr(triton, "_programs", lambda device: programs)
     page, query = 64, randn(2, HEADS, 4, 32, seed=1)
     used = torch.tensor([180, 130], dtype=torch.int32)
@@ -230,7 +231,7 @@ def test_a_row_is_the_same_alone(programs, monkeypatch):
 
 
 def test_the_same_as_the_sparse_product():
-    """Of the lists as they are stored, entry by entry."""
+    """Scores of lists are those of the plain torch product (`sparse_product`) with their entries."""
     terms, _ = lists(1, 64, 6, 16, 1)
     query = randn(1, HEADS, 3, 16, seed=2)
     used = torch.tensor([64], dtype=torch.int32)
@@ -246,7 +247,8 @@ def test_the_same_as_the_sparse_product():
 
 
 def assert_mixtures(terms, dense, page, turn, splits, asked, channels, ranked=0, map_scale=None, used=(0, 0), behind=0):
-    """The parts' mixtures gain what `dense [rows, heads, slots, D]` is by the weights, and what their coefficients are."""
+    """Assert that each part's mixture gains its weights times `dense [rows, heads, slots, D]`, and its low-rank coefficients times
+    their vectors."""
     rows, slots = len(TABLE), TABLE.shape[1] * page
     turns = TABLE.shape[1] * -(-page // turn)
     run = -(-turns // splits)
@@ -319,7 +321,7 @@ def test_outliers_of_values(page, turn, splits, wide, ranked, asked, kinds, acro
     ids=str,
 )
 def test_lists_of_rows_of_values(page, turn, splits, ranked, asked, channels, delta, in_few):
-    """Whichever lanes share a channel, and however many channels a lane has."""
+    """Values: also if several lanes share a channel, or a lane has many channels."""
     own, dense = of_rows(3, 3 * page + 7, 5 * page, channels, page, delta, by_token=False, in_few=in_few)
     scale = randn(1, HEADS, 1, channels, seed=2).half() if ranked else None
     for records, first in ((None, 0), (torch.tensor([2, 1], dtype=torch.int32), 7)):
@@ -331,7 +333,7 @@ def test_lists_of_rows_of_values(page, turn, splits, ranked, asked, channels, de
 
 @pytest.mark.parametrize("entries", [0, 1, 31, 32, 33, 64, 500])
 def test_as_many_outliers_as_lanes_or_not(entries):
-    """All of one channel, or none: in several stretches."""
+    """All entries are of one channel, in several stretches of tokens."""
     draw = draws(entries)
     flat = torch.randperm(2 * 640, generator=draw)[:entries]
     found = Entries(flat // 640, flat % 640, torch.full_like(flat, 100), torch.randn(entries, generator=draw))
@@ -360,7 +362,7 @@ def test_coefficients_of_a_page_s_vectors(wide):
 
 
 def test_coefficients_behind_the_channels_alone():
-    """No score is read."""
+    """Terms without outliers: the scores are not read."""
     dense = torch.zeros(2, HEADS, 3 * 64, 32, dtype=torch.float64)
     assert_mixtures(PageTerms(), dense, 64, 64, 3, 4, 32, ranked=4, used=(192, 100))
 
@@ -375,7 +377,7 @@ def test_what_lies_in_slots_that_are_not_used_has_no_part():
 
 
 def test_lists_in_order():
-    """By token; what is unused is last, and a token 0 with a distance first."""
+    """Entries are sorted by token. Unused ones (token 0, delta 0) come last, an entry of token 0 with a delta first."""
     tokens = torch.tensor([[5, 0, 2, 0, 0], [0, 0, 0, 0, 0]])
     delta = torch.tensor([[1.0, 0, 2, 3, 0], [0, 0, 0, 0, 0]])
     found = in_order(tokens, delta)

@@ -1,4 +1,4 @@
-"""Values less what the codes of their keys predict by Triton, in its interpreter: the bits of plain torch."""
+"""Residuals of values after their prediction from the keys' codes, by the interpreted kernel: the bits of plain torch."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ TOKENS = 37
 
 
 def same(codec: Sized, channels: int, monkeypatch, dtype=torch.float32, rows=2) -> bool:
-    """Of keys in 20 channels, and values that lie apart."""
+    """Whether the kernel gives the same bits as plain torch, for keys of 20 channels and values that are not contiguous."""
     basis = basis_of(codec.codec.widths, codec.codec.counts, 20)
     keys = encoded(basis, codec, tokens_of(basis, TOKENS, torch.float32, rows), False)
     prediction = prediction_of(codec.codec.widths, codec.codec.counts, channels)
@@ -37,20 +37,20 @@ def same(codec: Sized, channels: int, monkeypatch, dtype=torch.float32, rows=2) 
 @pytest.mark.parametrize("kind", ["sized", "sized trellis"])
 @pytest.mark.parametrize(("widths", "counts"), PATTERNS)
 def test_values_are_those_of_torch(widths, counts, kind, monkeypatch):
-    """Every width, heads with few words and with none, tokens and channels that do not fill a program's."""
+    """All bit widths, heads with few words and with none; tokens and channels do not fill a program."""
     assert same(codecs(widths, counts)[kind], 24, monkeypatch)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("channels", [16, 80, 128, 160])
 def test_heads_of_many_channels(channels, dtype, monkeypatch):
-    """They are shared by several programs, some of which are not full."""
+    """Channels are split over several programs, the last of which may be partly filled."""
     assert same(codecs((6, 4, 3, 2, 1), (12, 7))["sized"], channels, monkeypatch, dtype, rows=1)
 
 
 @pytest.mark.parametrize("heads", [1, 2, 3, 6])
 def test_sizes_in_bytes_and_in_words(heads, monkeypatch):
-    """Of one or two heads, and of several in one word or two."""
+    """The sizes of a token are in a byte for one or two heads, else in one or two words."""
     codec = codecs((4, 3, 1), (2,) * heads)["sized"]
     assert codec.dtype == (torch.uint8 if heads <= 2 else torch.int16)
     assert same(codec, 24, monkeypatch)

@@ -1,4 +1,5 @@
-"""Probabilities summed over query rows, from scores and log-sum-exp, against float64; the kernel interpreted."""
+"""Attention probabilities summed over query rows, from scores and log-sum-exp: plain torch and the interpreted kernel, against
+float64."""
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ pytestmark = pytest.mark.arithmetic
 
 
 def scored(rows, heads, asked, tokens, columns):
-    """Scores of spans that lie apart, some tokens hidden, their normaliser, and the mass of each token by float64."""
+    """Spans of scores, with masked tokens, their log-sum-exp, and the mass of each token in float64."""
     generator = torch.Generator().manual_seed(asked)
     spans, masses = [], []
     for number, count in enumerate(tokens):
@@ -55,7 +56,8 @@ def test_mass_of_spans(form, asked, tokens, columns, monkeypatch):
 
 @pytest.mark.parametrize("form", ["reference", "triton"])
 def test_rows_whose_query_counts_by_a_byte(form, monkeypatch):
-    """1 or 0, as a recorded step has them, one for all tokens of a row: the same bits as with numbers."""
+    """Weights of 1 or 0 as uint8, one for all tokens of a row, as in a recorded decode step: the same bits as with float32
+    weights."""
     monkeypatch.setenv("CALIB_KERNELS", form)
     spans, normaliser, _ = scored(3, 2, 4, (40, 1), 0)
     counts = torch.tensor([1, 0, 1], dtype=torch.uint8)[:, None, None]
@@ -71,7 +73,8 @@ def test_rows_whose_query_counts_by_a_byte(form, monkeypatch):
 
 @pytest.mark.parametrize("form", ["reference", "triton"])
 def test_some_rows_of_a_query(form, monkeypatch):
-    """A view of the newest column's rows, of scores and normaliser alike; and a row of a batch as alone."""
+    """Scores and normalisers may be views, here the query rows of the newest column. A row has the same bits alone and in a
+    batch."""
     monkeypatch.setenv("CALIB_KERNELS", form)
     spans, normaliser, _ = scored(2, 3, 8, (40, 5), 0)
     newest = [part.unflatten(2, (4, 2))[:, :, :, -1] for part in (*(span.scores for span in spans), normaliser)]
@@ -85,8 +88,8 @@ def test_some_rows_of_a_query(form, monkeypatch):
 
 
 def numbered(rows: int, heads: int, asked: int, kinds: tuple[torch.dtype | None, ...]):
-    """Spans of 290 tokens each, of which every position of a row and head has one that is seen, or none; those that are hidden from
-    all have any position, also one that another has, or one far away."""
+    """Spans of 290 tokens. For a row and head, each position has at most one token that any query row sees. Tokens that are masked
+    for all may have any position, also one of another token, or 2^30."""
     draw = torch.Generator().manual_seed(asked)
     reach, owner = 300, torch.randint(0, len(kinds) + 1, (rows, heads, 300), generator=draw)
     spans = []
@@ -99,7 +102,7 @@ def numbered(rows: int, heads: int, asked: int, kinds: tuple[torch.dtype | None,
         scores = 3 * torch.randn(rows, heads, asked, 290, generator=draw)
         hidden = (owner.gather(2, at) != number)[:, :, None]
         some = torch.rand(scores.shape, generator=draw) < 0.1
-        some[:, :, 0] = False  # somebody sees it
+        some[:, :, 0] = False  # at least the first query row sees it
         scores = scores.masked_fill(hidden | some, -torch.inf)
         positions = 7 if kind is None else at.masked_fill(hidden[:, :, 0], number).to(kind)
         if kind is not None:
@@ -133,7 +136,7 @@ def test_mass_by_position(form, asked, kinds, monkeypatch):
 
 
 def test_positions_that_all_heads_share(monkeypatch):
-    """And a row alone has the bits that it has in a batch."""
+    """Positions of a row without an axis of heads. A row has the same bits alone and in a batch."""
     monkeypatch.setenv("CALIB_KERNELS", "triton")
     draw = torch.Generator().manual_seed(1)
     positions = torch.stack([torch.randperm(40, generator=draw) for _ in range(2)])[:, None]
@@ -152,7 +155,8 @@ def test_positions_that_all_heads_share(monkeypatch):
     ("asked", "kinds"), [(1, (None,)), (4, (None, torch.int64, torch.int32)), (18, (torch.int32,) * 5)]
 )
 def test_mass_is_added_by_position(form, counted, asked, kinds, monkeypatch):
-    """To some rows and slots of a larger tensor, where positions begin below 0; whatever nobody has met keeps its bits."""
+    """`mass` is a view of a larger tensor, and some positions are negative or beyond it. Elements without a visible token keep
+    their bits."""
     monkeypatch.setenv("CALIB_KERNELS", form)
     before, reach = 20, 250
     spans, _ = numbered(2, 3, asked, kinds)
@@ -190,7 +194,8 @@ def test_mass_is_added_by_position(form, counted, asked, kinds, monkeypatch):
 
 @pytest.mark.parametrize("form", ["reference", "triton"])
 def test_a_window_and_the_token_behind_it(form, monkeypatch):
-    """As a step brings them: slots of a window that are not in use are hidden, a token's own among them; a window without slots."""
+    """The two spans of a decode step: slots of a window, masked if unused (also the slot that the new token will get), and the new
+    token. Then a window without slots."""
     monkeypatch.setenv("CALIB_KERNELS", form)
     draw, used = torch.Generator().manual_seed(3), torch.tensor([5, 0, 11])
     scores = torch.randn(3, 2, 4, 13, generator=draw)

@@ -1,4 +1,5 @@
-"""Scoring rows never forms an attention matrix: what it makes is bounded by a tile and by the keys, whatever the rows."""
+"""Attention mass of probes is computed without the whole attention matrix: no tensor is larger than a tile or one number per query
+head and key."""
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ def test_no_tensor_is_larger_than_a_tile_at_8192_tokens(rows):
     with Operations() as operations:
         mass = attention_mass(query, keys, torch.arange(tokens - rows, tokens), CHANNELS**-0.5)
     assert operations.largest <= max(TILE_ELEMENTS, HEADS * tokens)
-    # Every row gives away one unit of attention for each of its heads.
+    # Every probe's attention sums to 1 in each of its heads.
     assert mass.double().sum(-1)[0].tolist() == pytest.approx([rows * HEADS / KV_HEADS] * KV_HEADS, rel=1e-4)
 
 

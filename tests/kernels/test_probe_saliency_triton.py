@@ -1,4 +1,5 @@
-"""Attention mass by Triton's interpreter against the plain form: every width, group, mask and odd length."""
+"""Attention mass of probes by the interpreted kernels against plain torch, within FLOAT32_ATTENTION: widths, heads, masks,
+lengths."""
 
 import pytest
 import torch
@@ -14,13 +15,13 @@ triton = pytest.importorskip("calib.kernels.probe_saliency.triton", reason="Trit
 
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch):
-    """What the launch allocates is full of NaN."""
+    """Output buffers are filled with NaN, so that unwritten numbers are noticed."""
     empty = torch.empty
     monkeypatch.setattr(triton.torch, "empty", lambda *shape, **of: empty(*shape, **of).fill_(torch.nan))
 
 
 def amid_nan(*shape: int, seed: int, dtype: torch.dtype) -> Tensor:
-    """Random numbers in a tensor whose memory before, between and behind its vectors is NaN."""
+    """Random numbers, with NaN in memory before, between and behind the vectors."""
     around = torch.full((shape[0], shape[2] + 3, shape[1], shape[3] + 5), torch.nan, dtype=dtype)
     inside = around.transpose(1, 2)[:, :, 1:-2, 2:-3]
     return inside.copy_(torch.randn(shape, generator=torch.Generator().manual_seed(seed)))
@@ -29,7 +30,7 @@ def amid_nan(*shape: int, seed: int, dtype: torch.dtype) -> Tensor:
 def drawn(rows: int, heads: int, kv_heads: int, tokens: int, width: int, probes: int, dtype: torch.dtype) -> tuple:
     query = amid_nan(rows, heads, probes, width, seed=0, dtype=dtype)
     keys = amid_nan(rows, kv_heads, tokens, width, seed=1, dtype=dtype)
-    # Half of them the newest, the others anywhere: as ZipCache asks.
+    # Half of the probes are the newest tokens, the others random ones, as in ZipCache.
     others = torch.randperm(tokens - probes // 2, generator=torch.Generator().manual_seed(2))[: probes - probes // 2]
     return query, keys, torch.cat([others.sort().values, torch.arange(tokens - probes // 2, tokens)])
 
@@ -39,7 +40,7 @@ def agree(query: Tensor, keys: Tensor, positions: Tensor, scale: float, *options
     expected = reference.attention_mass(query, keys, positions, scale, *options)
     assert (found.shape, found.dtype) == (expected.shape, torch.float32)
     assert (found - expected).abs().max() <= FLOAT32_ATTENTION * expected.max()
-    assert ((expected > 0) | (found == 0)).all()  # what nobody sees has nothing at all
+    assert ((expected > 0) | (found == 0)).all()  # exactly 0 for keys that no probe sees
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
@@ -84,14 +85,14 @@ MASKS = {
     ("tokens", "probes", "dtype"), [(300, 40, torch.float16), (300, 300, torch.float16), (130, 20, torch.float32)]
 )
 def test_every_mask(options, tokens, probes, dtype):
-    """300 probes are all queries of a prompt."""
+    """All masks; with 300 probes every query of the prompt is a probe."""
     agree(*drawn(1, 1, 1, tokens, 32, probes, dtype), 0.5, *options)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize(("softcap", "sliding", "behind"), [(None, None, None), (3.0, 66, None), (None, None, (1, 50))])
 def test_rows_whose_sums_are_known(softcap, sliding, behind, dtype, monkeypatch):
-    """One pass over the keys makes of them what two make."""
+    """With given log-sum-exps one pass over the keys suffices: `row_normalisers` is not launched, and the mass is the same."""
     query, keys, positions = drawn(2, 4, 2, 300, 32, 40, dtype)
     logits = query.float() @ keys.float().repeat_interleave(2, 1).mT * 0.5
     if softcap is not None:
@@ -110,7 +111,8 @@ def test_rows_whose_sums_are_known(softcap, sliding, behind, dtype, monkeypatch)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize(("width", "probes"), [(32, 1), (80, 130), (128, 299)])
 def test_rows_are_chosen_from_those_of_all_keys(width, probes, dtype, summed, monkeypatch):
-    """By a kernel, to the same bits as where the caller chooses them."""
+    """From the queries of all keys the kernel selects the probes itself; the mass has the same bits as if the caller selects
+    them."""
     _, keys, positions = drawn(2, 4, 2, 300, width, probes, dtype)
     query = amid_nan(2, 4, 300, width, seed=3, dtype=dtype)
     sums = amid_nan(2, 4, 300, 1, seed=4, dtype=torch.float32)[..., 0] if summed else None
@@ -143,7 +145,8 @@ def test_probes_without_a_query_for_many_tiles():
 @pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")  # of numpy: tanh of what is large goes by infinity
 @pytest.mark.parametrize("softcap", [None, 30.0])
 def test_peaked_rows_stay_finite(softcap):
-    """Logits of hundreds, of either sign, the largest first and last: float32 rounds them by 2^-24 of themselves, twice."""
+    """Logits of hundreds, of either sign, the largest at both ends. The tolerance is two roundings of a logit in float32, 2^-24
+    each."""
     query, keys, positions = drawn(1, 2, 1, 300, 32, 20, torch.float16)
     keys *= torch.linspace(-20, 20, 300)[:, None]
     query *= 3
@@ -186,7 +189,7 @@ def test_the_operation_runs_what_serves(forced, monkeypatch):
     assert len(asked) == (forced == "triton")
     expected = reference.attention_mass(query, keys, positions, 0.5, *options)
     assert (found - expected).abs().max() <= FLOAT32_ATTENTION * expected.max()
-    # Not what the kernels multiply: other dtypes, mixed ones, wider heads, logits that fall with the product.
+    # Not supported by the kernels: float64, mixed dtypes, a negative scale, wider heads.
     asked.clear()
     operation.attention_mass(query.double(), keys.double(), positions, 0.5)
     operation.attention_mass(query.float(), keys, positions, 0.5)

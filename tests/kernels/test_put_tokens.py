@@ -1,4 +1,4 @@
-"""New tokens in the slots where they belong: plainly against loops, and by Triton's interpreter bit for bit."""
+"""New tokens are stored in their slots: plain torch and the interpreted kernel against loops, bit for bit."""
 
 import pytest
 import torch
@@ -13,12 +13,13 @@ PAGES, ROWS, SLOTS = 5, 4, 7
 
 
 def drawn(shape, dtype, seed):
-    """Numbers of any bits but NaN's."""
+    """Random integers in any dtype."""
     return torch.randint(-100, 100, shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def puts(by, seed=0):
-    """A put of each kind of slots, of tensors that differ in type, heads and width and lie inside others; `by` picks the kinds."""
+    """One `Put` for each kind of slots in `by`, with tensors of different dtypes, heads and widths that are slices of larger
+    ones."""
     kinds = {
         "one for all": ((), {}),
         "rows": ((3,), {"rows": torch.tensor([3, 0, 2])}),
@@ -34,7 +35,7 @@ def puts(by, seed=0):
         shape, own = kinds[name]
         heads, width, dtype = (3, 33, torch.bfloat16) if i % 2 == 0 else (3 if name == "heads" else 1, 8, torch.int16)
         pages = ROWS if name in ("one for all", "rows", "several") else PAGES
-        if name.startswith("several"):  # behind each other, and others around them
+        if name.startswith("several"):  # three tokens in consecutive slots
             into = drawn((pages, heads, 2 * SLOTS, width), dtype, 10 * seed + i)[:, :, 3 : 3 + SLOTS]
             tokens = drawn((ROWS, heads, SLOTS, width), dtype, 20 * seed + i)[:, :, 2:5]
             found.append(Put(into, tokens, torch.tensor([4, 0, 3]) if name == "several at slots" else 4, **own))
@@ -47,7 +48,7 @@ def puts(by, seed=0):
 
 
 def by_loops(one):
-    """What the tensor is afterwards."""
+    """Compute the updated tensor with loops."""
     found, rows = one.into.clone(), range(len(one.tokens)) if one.rows is None else one.rows.tolist()
     for i, row in enumerate(rows):
         for head in range(one.into.shape[1]):
@@ -76,7 +77,7 @@ def by_loops(one):
 )
 @pytest.mark.parametrize("form", ["reference", "triton"])
 def test_tokens_are_where_they_belong(by, form, monkeypatch):
-    """And nothing else has changed; six tensors a launch."""
+    """The whole tensors are compared, so nothing else has changed. A launch stores into up to six tensors."""
     monkeypatch.setenv("CALIB_KERNELS", form)
     asked = puts(by)
     launched, expected = watch(monkeypatch, "put_tokens"), [by_loops(one) for one in asked]
@@ -86,7 +87,7 @@ def test_tokens_are_where_they_belong(by, form, monkeypatch):
 
 
 def test_what_the_kernel_does_not_serve_is_put_plainly(monkeypatch):
-    """Numbers that lie apart."""
+    """A tensor whose last axis is not contiguous is updated by plain torch, the other one by the kernel."""
     monkeypatch.setenv("CALIB_KERNELS", "triton")
     served, other = puts(["rows", "pages"])
     apart = Put(torch.zeros(PAGES, 1, 8, SLOTS, dtype=torch.int16).mT, other.tokens, other.slots, pages=other.pages)

@@ -1,4 +1,4 @@
-"""Quantising and packing in Triton, interpreted, against plain torch: every bit is the same."""
+"""Quantisation and packing by the interpreted kernels against plain torch: every bit is the same."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from calib.kernels.quantise import arithmetic, operation
 from calib.kernels.quantise import triton as kernels
 from calib.kernels.quantise.prologue import IDENTITY, Prologue
 
-# Lanes that no number lies in compute with infinities; only the interpreter tells.
+# Padding lanes compute with infinities, of which only the interpreter warns.
 pytestmark = [pytest.mark.arithmetic, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -20,7 +20,7 @@ KINDS = ("normal", "outlier channel", "offset", "steps", "constant", "zero", "la
 
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch):
-    """Buffers arrive full of NaN, or of a number that no word of these tests happens to be everywhere."""
+    """Output buffers are filled with NaN, or with -21555, so that unwritten numbers are noticed."""
 
     def buffer(shape, dtype, device):
         return torch.full(shape, torch.nan if dtype.is_floating_point else -21555, dtype=dtype, device=device)
@@ -37,7 +37,7 @@ def tokens(shape: tuple[int, ...], dtype: torch.dtype, kind: str = "normal", see
     elif kind == "steps":  # ties, and equal values
         x = (x * 2).round() / 4
     elif kind == "constant":
-        x = torch.full_like(x, 9001.3)  # no float16: what is left over meets a step of 0
+        x = torch.full_like(x, 9001.3)  # not a float16 number, and the step is 0
     elif kind == "zero":
         x = torch.zeros_like(x)
     elif kind == "large":
@@ -117,7 +117,7 @@ def test_groups_across_heads():
 @pytest.mark.parametrize(("group", "bits"), [((1, 32), 8), ((1, 64), 4), ((16, 1), 1), ((16, 1), 8), ((8, 8), 4)])
 def test_wide_parameters(group, bits):
     x = tokens((1, 2, 16, 64), torch.float32, seed=2)
-    x[0, 0] *= 1e6  # beyond float16; the other heads' numbers are rounded to it all the same
+    x[0, 0] *= 1e6  # the parameters of this head are beyond float16's range
     assert_same_uniform(x, group, bits, dtype=torch.float32)
     assert_same_uniform(x, group, bits)  # clamped
 
@@ -130,7 +130,7 @@ def test_other_numbers_of_bits():
 
 
 def test_strides():
-    x = tokens((2, 32, 3, 64), torch.float16).transpose(1, 2)  # as a projection leaves it
+    x = tokens((2, 32, 3, 64), torch.float16).transpose(1, 2)  # the memory layout of a projection
     assert_same_uniform(x, (1, 32), 8)
     assert_same_uniform(x, (32, 1), 8)
     assert_same_uniform(x.mT[..., 3:35, ::2].mT, (1, 32), 4)
@@ -183,7 +183,7 @@ def test_calibrated_ranges(channels, bits):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_division_is_exact_where_it_decides(dtype):
-    """Values on and next to every border between two codes, for many steps."""
+    """500 steps; values on the border between two codes, and the float32 numbers next to it, for the first 31 borders."""
     draw = torch.Generator().manual_seed(3)
     count = 500
     scale = (torch.rand(count, generator=draw) * 2 + 1e-3).to(dtype).float()
@@ -213,7 +213,7 @@ def divided(x, divisors, found, COUNT: tl.constexpr):
 
 
 def test_a_quotient_by_a_float16_number_is_rounded_to_nearest():
-    """By all positive ones, of numbers that differ by a factor of up to 2^80."""
+    """Division by nearly all positive float16 numbers, of numbers of order 2^-40 to 2^40, has the bits of float32 division."""
     divisors = torch.arange(1, 0x7C00, dtype=torch.int16).view(torch.float16)
     divisors = divisors[: len(divisors) // 1024 * 1024]
     for seed in range(4):
@@ -261,7 +261,7 @@ def test_lanes_that_hold_no_channel_change_no_range(sign):
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @pytest.mark.parametrize("clips", [(1.0, 0.8), "heads"])
 def test_two_tensors_are_encoded_by_one_launch(bits, clips, monkeypatch):
-    """The bits of each alone; tensors that lie differently are encoded one by one."""
+    """Each tensor has the bits that it has alone. Tensors with different strides take two launches."""
     monkeypatch.setenv("CALIB_KERNELS", "triton")
     pair = tuple(tokens((3, 2, 1, 64), torch.bfloat16, kind, bits) for kind in ("normal", "offset"))
     if clips == "heads":

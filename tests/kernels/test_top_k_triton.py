@@ -1,4 +1,4 @@
-"""The largest scores: the plain form against sorting, and Triton's interpreter against the plain form, position for position."""
+"""Positions of the largest scores: plain torch and the interpreted kernel against Python's sorting."""
 
 import pytest
 import torch
@@ -13,13 +13,13 @@ triton = pytest.importorskip("calib.kernels.top_k.triton", reason="Triton is not
 
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch):
-    """What the launch allocates is full of numbers that nothing gives."""
+    """Output buffers are filled with -77, so that positions which the kernel did not write are noticed."""
     empty = torch.empty
     monkeypatch.setattr(triton.torch, "empty", lambda *shape, **of: empty(*shape, **of).fill_(-77))
 
 
 def expected(scores: Tensor, k: int) -> Tensor:
-    """By Python's own sorting, which keeps the order of equals."""
+    """The k largest, by Python's stable sort."""
     found = torch.full((*scores.shape[:2], k), -1)
     for positions, own in zip(found.view(-1, k), scores.reshape(-1, scores.shape[2]).tolist(), strict=True):
         best = sorted(range(len(own)), key=lambda position: -own[position])[:k]
@@ -39,7 +39,7 @@ def drawn(kind: str, tokens: int) -> Tensor:
         return torch.full_like(scores, -torch.inf)
     if kind == "zeros of both signs":
         return (scores > 1.5) * scores.sign() * (scores > 0.5) + scores.sign() * 0.0
-    if kind == "probabilities":  # their highest digits are alike
+    if kind == "probabilities":  # many share their leading bits
         return scores.mul(8).softmax(-1)
     if kind == "last digits":
         return (1 + torch.randint(0, 300, scores.shape, generator=draw) * 2**-23).masked_fill(scores > 0, -1e-42)
@@ -90,7 +90,7 @@ def test_a_part_of_a_larger_tensor():
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("tile", [128, None])
 def test_scores_between_two_ends(kind, tile, monkeypatch):
-    """What lies beside is anything; of none, of fewer than k, of whole tiles, and beyond what there is."""
+    """`ends`: no score, fewer than k, whole tiles, or ends beyond the scores. Scores outside may be anything, also NaN."""
     if tile:
         monkeypatch.setattr(triton, "TILE", tile)
     ends = torch.tensor([[0, 700], [128, 256], [5, 699], [300, 310], [40, 40], [90, 30], [-3, 9000], [699, 700]])
@@ -124,7 +124,7 @@ COUNTS = ([300, 477], [0, 777], [777, 0], [777], [40], [200, 300], [200, 300, 27
 @pytest.mark.parametrize("tile", [128, None])
 @pytest.mark.parametrize("kind", KINDS)
 def test_scores_in_parts(kind, tile, counts, monkeypatch):
-    """Every score counts, also -inf; what is in no part is left out."""
+    """`divided`: also scores of -inf are in a part; scores beyond the sum of `counts` are in none."""
     if tile:
         monkeypatch.setattr(triton, "TILE", tile)
     scores, at = drawn(kind, 777), 0

@@ -1,4 +1,4 @@
-"""Trellis-coded words by compiled C: those of plain torch, bit for bit, and plain torch where C cannot serve."""
+"""Trellis-coded words by compiled C: the bits of plain torch. Inputs that C does not support are left to plain torch."""
 
 import os
 import shutil
@@ -62,7 +62,7 @@ def test_of_equally_good_paths_the_same_is_taken(widths, counts, equal):
 @there
 @pytest.mark.parametrize("odd", [torch.nan, torch.inf, -torch.inf, 1e-40, -0.0, torch.finfo(torch.float32).max])
 def test_numbers_that_are_none_and_the_largest(odd):
-    """A component that is no number is coded as if it lay below all levels, and the others as beside that."""
+    """Infinite, subnormal and the largest components. A component of NaN is coded like -inf, below all levels."""
     widths, counts = (5, 4, 3, 2, 1, 1), (2, 0, 1)
     y, weights = components(widths, counts, tokens=200), weights_of(widths, counts)
     where = torch.rand(y.shape, generator=torch.Generator().manual_seed(3)) < 0.2
@@ -120,7 +120,7 @@ def test_what_c_does_not_serve_goes_by_plain_torch(monkeypatch):
 
 @there
 def test_options_make_another_library(monkeypatch, tmp_path):
-    """One with products that are added before they are rounded must not be taken for one without."""
+    """Compiler options are part of a library's key: one with fused multiply-adds must not be loaded where they are forbidden."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     compiled.library.cache_clear()
     try:

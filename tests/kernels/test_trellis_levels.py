@@ -1,4 +1,5 @@
-"""Levels of trellis-coded words, and products with them: those of the definition in float64, and of plain torch bit for bit."""
+"""Levels of trellis-coded words, and products with them, in compiled C: levels against plain torch and the definition, products
+against float64."""
 
 import os
 import shutil
@@ -33,13 +34,13 @@ def served(monkeypatch):
 
 
 def tile_of(counts, tokens, batch=2, seed=0):
-    """Words as a pool shows them: a stretch of longer rows, whose other tokens are there as well."""
+    """Words in the memory layout of a pool: a slice of longer rows."""
     draw, shape = torch.Generator().manual_seed(seed), (batch, 1, sum(counts), tokens + 9)
     return torch.randint(-(2**15), 2**15, shape, dtype=torch.int16, generator=draw)[..., 4 : 4 + tokens]
 
 
 def own_of(widths, counts):
-    """Components that a head has a word for: bool `[heads, components, 1]`."""
+    """Whether a head has a word for each component: bool `[heads, components, 1]`."""
     return (torch.arange(len(widths) * max(counts)) % max(counts) < torch.tensor(counts)[:, None]).unsqueeze(-1)
 
 
@@ -59,14 +60,14 @@ def test_levels_are_those_of_plain_torch_and_of_the_definition(widths, counts, t
 
 
 def near(found, wanted, sizes):
-    """To float32's rounding of a sum whose terms have these `sizes` together."""
+    """Whether the error is at most float32's rounding of a sum whose terms' absolute values add up to `sizes`."""
     return found.dtype == torch.float32 and bool(((found.double() - wanted).abs() <= 1e-5 * sizes + 1e-30).all())
 
 
 @pytest.mark.parametrize("rows", [1, 3, 8, 9])
 @pytest.mark.parametrize(("widths", "counts"), PATTERNS)
 def test_products_with_levels_are_those_of_float64(widths, counts, rows):
-    """Nine rows are more than C serves; numbers up to 511 are more than a field of a word holds."""
+    """C supports at most eight query rows, so nine are computed by plain torch. Levels go up to 511, beyond a word's field."""
     draw = torch.Generator().manual_seed(1)
     numbers, heads = trellis_levels(tile_of(counts, 77), widths, counts), len(counts)
     query, weights = (torch.randn(2, heads, rows, n, generator=draw) for n in (numbers.shape[2], 77))

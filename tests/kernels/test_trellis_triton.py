@@ -1,4 +1,4 @@
-"""Trellis-coded words by Triton, in its interpreter: those of plain torch, bit for bit."""
+"""Trellis-coded words by the interpreted kernel: the bits of plain torch."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from calib.kernels.trellis.operation import trellis_words
 
 triton = pytest.importorskip("calib.kernels.trellis.triton", reason="Triton is not installed")
 
-# Lanes without a token compute with whatever they hold; only the interpreter tells.
+# Lanes without a token compute with arbitrary numbers, of which only the interpreter warns.
 pytestmark = [pytest.mark.arithmetic, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 
 
@@ -27,7 +27,7 @@ def same(y, widths, counts, weights):
 @pytest.mark.parametrize("spread", [0.02, 0.5, 1e6])
 @pytest.mark.parametrize(("widths", "counts"), PATTERNS)
 def test_words_are_those_of_plain_torch(widths, counts, spread, monkeypatch):
-    """Heads with few words and with none, tokens that do not fill a program's lanes."""
+    """Heads with few words and with none; 21 tokens do not fill programs of 16."""
     monkeypatch.setattr(triton, "TOKENS", 16)
     y = spread * components(widths, counts, batch=1 + (spread < 1), tokens=21)
     assert same(y, widths, counts, weights_of(widths, counts))
@@ -35,7 +35,7 @@ def test_words_are_those_of_plain_torch(widths, counts, spread, monkeypatch):
 
 @pytest.mark.full
 def test_levels_that_are_equally_near():
-    """Components in the middle between two levels, tokens of zeros, and weights that are all alike or 0."""
+    """Components midway between two levels, tokens of zeros, and weights that are all equal or 0."""
     widths, counts = (3, 2, 2, 1), (5, 2)
     y = (components(widths, counts, 1, 40) * 8).round() / 8
     y[:, :, ::3] = 0

@@ -1,4 +1,4 @@
-"""Keys before RoPE: the plain form against float64, and Triton's interpreter against the plain form, bit for bit."""
+"""Keys with RoPE undone: plain torch against float64, and the interpreted kernel against plain torch, bit for bit."""
 
 import pytest
 import torch
@@ -13,13 +13,13 @@ triton = pytest.importorskip("calib.kernels.unrotate.triton", reason="Triton is 
 
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch):
-    """What the launch allocates is full of NaN."""
+    """Output buffers are filled with NaN, so that unwritten numbers are noticed."""
     empty = torch.empty
     monkeypatch.setattr(triton.torch, "empty", lambda *shape, **of: empty(*shape, **of).fill_(torch.nan))
 
 
 def drawn(shape: tuple[int, ...], half: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys amid NaN, and the cos and sin of their angles."""
+    """Keys in a tensor that is NaN elsewhere, and the cos and sin of their angles."""
     draw = torch.Generator().manual_seed(shape[2])
     around = torch.full((shape[0], shape[2] + 3, shape[1], shape[3] + 5), torch.nan, dtype=dtype)
     keys = around.transpose(1, 2)[:, :, 1:-2, 2:-3].copy_(torch.randn(shape, generator=draw) * 10)
@@ -39,7 +39,7 @@ def test_the_same_bits(shape, share, dtype):
 
 @pytest.mark.parametrize("shape", [(2, 3, 70, 128), (3, 1, 5, 6)], ids=str)
 def test_rows_at_positions_of_their_own(shape):
-    """Each as if it were alone."""
+    """Angles per batch row: each row has the bits that it has alone."""
     keys, *_ = drawn(shape, 2, torch.bfloat16)
     angles = torch.rand(shape[0], shape[2], shape[3] // 4, generator=torch.Generator().manual_seed(3)) * 6.3
     for form in (triton, reference):
@@ -51,7 +51,7 @@ def test_rows_at_positions_of_their_own(shape):
 
 @pytest.mark.parametrize("half", [1, 12, 32])
 def test_rotation_is_undone(half):
-    """By complex numbers, in float64; what does not turn keeps its bits."""
+    """Against complex multiplication in float64; channels that are not rotated keep their bits."""
     keys, cos, sin = drawn((2, 2, 50, 64), half, torch.float32)
     turned = torch.complex(keys[..., :half].double(), keys[..., half : 2 * half].double())
     angle = torch.complex(cos.double(), sin.double())
