@@ -1,6 +1,6 @@
-"""Tests of the compiled kernels on a CUDA device: `make gpu`. Elsewhere they are skipped, for want of "a CUDA device".
+"""Tests of the compiled kernels on a CUDA device: `make gpu`. Without one they are skipped.
 
-`CALIB_GPU_TESTS=cpu` runs the same tests in Triton's interpreter, on inputs a sixteenth as long, to see that they are right.
+`CALIB_GPU_TESTS=cpu` runs the same tests in Triton's interpreter, on inputs a sixteenth as long, to check the tests themselves.
 """
 
 import os
@@ -13,7 +13,7 @@ DRY = os.environ.get("CALIB_GPU_TESTS") == "cpu"
 
 
 def pytest_collection_modifyitems(items):
-    """A named capability instead of a failure."""
+    """Skip the tests of this folder, with the reason, if there is no CUDA device or kernels would be interpreted."""
     if DRY:
         return
     reason = None
@@ -28,17 +28,17 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session")
 def device():
-    """Where the kernels run."""
+    """The device on which the kernels run."""
     return torch.device("cpu" if DRY else "cuda")
 
 
 @pytest.fixture(scope="session")
 def times():
-    """How many times as long as in the interpreter inputs are."""
+    """Length of the inputs, in multiples of those for the interpreter."""
     return 1 if DRY else 16
 
 
 @pytest.fixture(autouse=True)
 def _through_triton(monkeypatch):
-    """What no kernel serves would be plain torch otherwise, and prove nothing."""
+    """Run the Triton kernels, also on a CPU, where plain torch would run otherwise and the tests would show nothing."""
     monkeypatch.setenv("CALIB_KERNELS", "triton")

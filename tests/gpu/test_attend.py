@@ -1,4 +1,5 @@
-"""Attention over packed pages against the decoded tokens in float64; and as a CUDA graph whose lengths go on."""
+"""Attention over packed pages against attention over the decoded tokens in float64; and a CUDA graph that is replayed while rows
+grow."""
 
 from dataclasses import replace
 
@@ -14,13 +15,14 @@ from calib.kernels.quantise.reference import dequantise
 
 CPU, PAGE = torch.device("cpu"), 128
 
-# Products are of float16 numbers, probabilities are rounded to float16: 6e-4 expected. A bias left out is 1e-2.
+# Products are of float16 numbers, and probabilities are rounded to float16: an error of 6e-4 is expected. A missing bias gives
+# 1e-2.
 OUTPUT = 2e-3
 PRECISE = 1e-4  # queries and weights in two parts of float16 each
 
 
 def stream(x, bits, group, monkeypatch):
-    """Pages `x [pages, kv_heads, PAGE, D]` packed, and what they decode to, float64."""
+    """Pack pages `x [pages, kv_heads, PAGE, D]`; return them and the decoded tokens, float64."""
     if bits == EXACT:
         return PackedStream(EXACT, x, x.shape[-1]), x.double()
     with monkeypatch.context() as plain:
@@ -31,7 +33,7 @@ def stream(x, bits, group, monkeypatch):
 
 
 def tier(bits, group, dim, times, dtype, monkeypatch, heads=2, rows=2):
-    """Keys, values, which pages a row has, and both decoded, `[rows, kv_heads, slots, D]`."""
+    """Packed keys, packed values, page table, and the decoded keys and values of each row, `[rows, kv_heads, slots, D]`."""
     each = 2 * times
     table = torch.randperm(rows * each, generator=torch.Generator().manual_seed(1)).view(rows, each)
     found, decoded = [], []
@@ -50,7 +52,7 @@ def softmax(query, keys, values, used):
 
 
 def grouped(keys, rows, seed=0):
-    """`rows` query rows of every KV head, times the scale of the scores."""
+    """`rows` query rows of every KV head, multiplied by the scale of scores."""
     query = queries(keys.to(torch.bfloat16), keys.shape[1] * rows, 1, seed)
     return query.float().unflatten(1, (keys.shape[1], rows))[:, :, :, 0] * keys.shape[-1] ** -0.5
 
@@ -86,7 +88,7 @@ def test_a_tier(device, times, bits, group, dim, rows, dtype, monkeypatch):
 
 
 def test_calibrated_ranges(device, times, monkeypatch):
-    """No parameters: every code of a head has the same scale and zero point."""
+    """Codes without parameters in pages: all codes of a head have one scale and zero point."""
     keys, values, table, *_ = tier(4, ((32, 1), (1, 32)), 128, times, torch.bfloat16, monkeypatch)
     fixed = [(torch.rand(2, 1, 1) + 0.1, -torch.rand(2, 1, 1)) for _ in range(2)]
     streams, decoded = [], []
@@ -118,7 +120,8 @@ def test_scores_softcap_and_hidden_slots(device, times, monkeypatch):
 
 
 def test_a_graph_goes_on_with_longer_rows(device, times, monkeypatch):
-    """The same graph at several lengths: lengths are read on the device, so nothing is recorded anew between flushes."""
+    """One graph is replayed at several lengths: the kernel reads the lengths on the device, so growing rows need no new
+    recording."""
     keys, values, table, *decoded = tier(4, ((32, 1), (1, 32)), 128, times, torch.bfloat16, monkeypatch)
     used = torch.tensor([100, 17], dtype=torch.int32)
     given = moved((grouped(decoded[0], 4), keys, values, PageSpan(table, used.clone())), device)

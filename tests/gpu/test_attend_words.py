@@ -1,4 +1,5 @@
-"""Attention over words of fields that differ, keys that are rotated, and low rank, against float64."""
+"""Attention over words with fields of different widths, over keys that are rotated in the kernel, and with a low-rank part, against
+float64."""
 
 from dataclasses import replace
 

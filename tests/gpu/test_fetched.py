@@ -1,5 +1,5 @@
-"""The positions of the largest scores and their pairs out of host memory, and what these hide: kernels against plain torch on the
-CPU."""
+"""SpeCache's prefetch: positions of the largest scores, their keys and values from host memory, and the masks for fetched tokens.
+Kernels against plain torch on the CPU."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ host_gather = operation("host_gather", "host_gather")
 @pytest.mark.parametrize(("count", "k"), [(1000, 64), (129, 8), (64, 64), (700, 1)])
 def test_top_k(device, times, count, k):
     scores = torch.randn(2, 3, count * times)
-    scores[0, 0, ::3] = 1.5  # equals at the border
+    scores[0, 0, ::3] = 1.5  # equal scores, of which only some are chosen
     scores[1, 1, k // 2 :] = -torch.inf  # fewer than k
     assert torch.equal(top_k(scores.to(device), k).cpu(), top_k_reference.top_k(scores, k))
     ends = torch.tensor([[3, scores.shape[2] - 5], [count // 2, scores.shape[2]]], dtype=torch.int32)
@@ -33,7 +33,7 @@ def test_top_k(device, times, count, k):
 
 @pytest.mark.parametrize("counts", [(60, 40), (100, 0), (0, 20), (20, 50, 30)], ids=str)
 def test_scores_in_parts(device, times, counts):
-    """Tiers of a prompt, among many equals: whole and of a part of a larger tensor."""
+    """A prompt's tokens are divided into tiers by score, with many equal scores; contiguous, and as a slice of a larger tensor."""
     scores = (torch.randn(2, 3, 100 * times + 7) * 4).round()[..., 7:]
     counts = [count * times for count in counts]
     for form in (scores, scores.contiguous()):
@@ -43,7 +43,7 @@ def test_scores_in_parts(device, times, counts):
 
 
 def chosen_of(n: int, reach: int, seed: int) -> torch.Tensor:
-    """int64 `[3, 2, n]`: most of n tokens below `reach`, none twice, among -1."""
+    """int64 `[3, 2, n]`: different tokens below `reach`, and about a fifth of -1."""
     draw = torch.Generator().manual_seed(seed)
     found = torch.stack([torch.randperm(reach, generator=draw)[:n] for _ in range(6)]).view(3, 2, n)
     return found.masked_fill(torch.rand(found.shape, generator=draw) < 0.2, -1)
@@ -51,7 +51,7 @@ def chosen_of(n: int, reach: int, seed: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("n", [5, 64, 700])
 def test_exchange(device, n):
-    """Entries change in place while other threads of the program read them."""
+    """Eight exchanges after each other. The kernel updates entries that other threads of its program read."""
     held, table = chosen_of(n, 2 * n, 0).int(), torch.arange(3 * n, dtype=torch.int32).view(3, n)
     on_device, count, expected = held.to(device, copy=True), torch.zeros(1, dtype=torch.int64), held.clone()
     counted = count.to(device, copy=True)
@@ -78,7 +78,7 @@ def test_fetched_masks(device, times, n):
 
 
 def test_mass_by_position(device, times):
-    """Pages in order, a window that all heads share, and fetched tokens of each head: every position once."""
+    """Pages in order, a window whose positions all heads share, and fetched tokens of each head; every position is visible once."""
     draw, reach = torch.Generator().manual_seed(0), 300 * times
     order = torch.stack([torch.randperm(reach - 70, generator=draw) for _ in range(6)]).view(3, 2, -1)
     fetched = order[..., :40].int()
@@ -99,8 +99,8 @@ def test_mass_by_position(device, times):
 
 
 def test_mass_is_added_by_position(device, times):
-    """Of a window whose first slots and those that are not in use gain nothing, and of new tokens that rows put behind it: to the
-    middle rows of a larger tensor, of queries that count by a byte."""
+    """Spans are a window, without its first slots and with unused ones masked, and each row's new token. Mass is added to the
+    middle rows of a larger tensor, with weights of 1 or 0 as uint8; other elements keep their bits."""
     draw, slots, first = torch.Generator().manual_seed(1), 70 * times, 4
     used = torch.tensor([slots - 1, 9, slots // 2])[:, None, None]
     scores = torch.randn(3, 2, 8, slots + 1, generator=draw)
@@ -129,7 +129,7 @@ def test_mass_is_added_by_position(device, times):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_host_gather(device, dtype):
-    """Read where they lie: on a GPU from pinned memory, which the device sees."""
+    """The kernel reads the pages from host memory; on a GPU it is pinned and mapped to the device."""
     draw = torch.Generator().manual_seed(1)
     pages = torch.randn(9, 2, 128, 96, generator=draw).to(dtype)
     on_host = host_zeros(pages.shape, dtype, device)

@@ -1,4 +1,4 @@
-"""The embedded model answers through the kernels what it answers through plain torch on the same device."""
+"""The embedded model generates the same tokens with the kernels as with plain torch on the same device."""
 
 import copy
 import random
@@ -24,7 +24,7 @@ METHODS = [
 
 @pytest.fixture(scope="module")
 def prompts():
-    """Two lists of keyed lines of different lengths, each asked for one of its numbers."""
+    """Two prompts of different lengths, padded on the left: a list of keyed lines, and a question for the number of one of them."""
     draw, tokenizer = random.Random(0), AutoTokenizer.from_pretrained(MODEL)
     tokenizer.padding_side = "left"
     texts = []
@@ -39,7 +39,7 @@ def prompts():
 @pytest.mark.parametrize(("method", "options"), METHODS, ids=str)
 def test_generate(device, prompts, dtype, method, options, monkeypatch):
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=dtype).eval().to(device)
-    # An answer has four digits; what the model says behind it is a guess among equals.
+    # Four digits are the answer. Later tokens are not determined by the prompt, so rounding could change them.
     asked = {name: part.to(device) for name, part in prompts.items()} | {"max_new_tokens": 4, "do_sample": False}
     answers = []
     for which in ("reference", "triton"):
@@ -52,8 +52,8 @@ def test_generate(device, prompts, dtype, method, options, monkeypatch):
 @pytest.mark.parametrize("graphs", [True, False], ids=["replayed", "launched again"])
 @pytest.mark.parametrize(("method", "options"), [*METHODS[:5], ("rtn", {"bits": 4}), ("csr", {"online": 256})], ids=str)
 def test_steps_that_are_done_again(device, prompts, method, options, graphs, monkeypatch):
-    """Steps from CUDA graphs or tapes, over several blocks, each against the same step of a copy of the cache, which has neither.
-    Two caches side by side would go apart: with `gear` a last bit may choose other outliers."""
+    """Each of 160 decode steps, replayed from a CUDA graph or a tape of launches, against the same step of a copy of the cache that
+    has neither. Two independent caches would diverge: with `gear` a difference of one bit may choose other outliers."""
     if device.type != "cuda":
         pytest.skip("needs a CUDA device: CUDA graphs, and 160 steps")
     monkeypatch.setenv("CALIB_KERNELS", "triton")
@@ -69,7 +69,7 @@ def test_steps_that_are_done_again(device, prompts, method, options, graphs, mon
                 assert not (alone.graphs and alone.graphs.replays) and not alone.sequences.taped.launched
             logits = model(input_ids=token, position_ids=positions, past_key_values=cache).logits
             torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-3)
-        # A layer of a tape's steps is counted by itself, all layers but the first.
+        # A tape counts each replayed layer, and all layers but the first are replayed.
         layers = model.config.num_hidden_layers - 1
         again = cache.graphs.replays if graphs else cache.sequences.taped.launched / layers
-    assert again > 80 or (method == "csr" and not graphs)  # whose steps are operators of torch besides
+    assert again > 80 or (method == "csr" and not graphs)  # csr's steps also have operators of torch: no tape

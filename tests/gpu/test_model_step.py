@@ -1,4 +1,4 @@
-"""A model's decode step through the kernels against plain torch, from the same stored tokens: grouped queries, bfloat16."""
+"""Two decode steps of a bfloat16 model with grouped queries: kernels against plain torch, from copies of one cache."""
 
 import copy
 
@@ -18,7 +18,7 @@ METHODS = [
     ("full", {}),
 ]
 
-# Of the largest logit, through two layers in which each result is rounded to 8 bits.
+# Tolerance relative to the largest logit: in both layers each result is rounded to 8 bits.
 LOGITS = 2**-4
 
 

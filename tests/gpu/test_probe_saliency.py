@@ -38,7 +38,8 @@ def test_mass(device, times, dtype, heads, kv_heads, dim, options):
 
 
 def test_a_prompt_leaves_the_sums_of_its_rows(device, times):
-    """What attention's own backend gives back, where it is the one that does: on a CUDA device of 16 bits, and on a CPU."""
+    """Attention over a prompt returns the log-sum-exp of each query row if torch's backend gives it: in 16 bits on a CUDA device,
+    and on a CPU. Compared with float32."""
     heads = (8, 2, 2)
     given = moved([tokens(2, own, 40 * times, 64, i, CPU, torch.float16) for i, own in enumerate(heads)], device)
     asked = AttendRequest(None, range(2), Logits(0.125), QKV(*given))

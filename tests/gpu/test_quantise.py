@@ -1,4 +1,4 @@
-"""Words and parameters from the kernel: the CPU's bits."""
+"""Words, parameters and statistics from the kernels have the same bits as plain torch on the CPU."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 
 def both(monkeypatch, device, call, *given):
-    """The kernel's result, on the CPU, and the reference's."""
+    """The result of the kernel, moved to the CPU, and that of plain torch."""
     found = moved(call(*moved(given, device)), CPU)
     monkeypatch.setenv("CALIB_KERNELS", "reference")
     return found, call(*given)
@@ -61,8 +61,8 @@ def test_keys_before_rope(device, times, dim, half, dtype, monkeypatch):
 @pytest.mark.parametrize("kind", ["range", "root", "positive root", "balance"])
 @pytest.mark.parametrize(("dim", "group"), [(128, 4), (80, 1), (256, 2)])
 def test_what_is_measured_of_channels(device, times, dim, group, kind, dtype, monkeypatch):
-    """Of all tokens, also where their extremes are known, and of some, in 16 bits and in 32; roots of the reference are those to
-    nearest, as a GPU's are."""
+    """Statistics of all tokens in float16, also with known extremes, and of some tokens in float32. Plain torch's square root is
+    replaced by a correctly rounded one, as a GPU's is."""
     monkeypatch.setattr(reference, "root", lambda x: x.double().sqrt().float())
     keys, query = (tokens(2, heads, 150 * times + 5, dim, heads, CPU, dtype) for heads in (2, 2 * group))
     keys[..., 0], keys[0, 0, 7, 1] = 0, torch.nan
@@ -85,7 +85,7 @@ def test_what_is_measured_of_channels(device, times, dim, group, kind, dtype, mo
     ("widths", "counts", "dim"), [((6, 4, 3, 2, 1), (16, 9), 128), ((1,) * 16, (7, 8), 128), ((4,) * 4, (12, 0), 80)]
 )
 def test_components(device, times, widths, counts, dim, kind, dtype, monkeypatch):
-    """Words and sizes of components, with the basis' products of whole numbers."""
+    """Words and sizes of components. Products with the basis are of integers, so they are exact."""
     basis, codec = basis_of(widths, counts, dim), codecs(widths, counts)[kind]
     x = tokens_of(basis, 12 * times + 5, dtype)
     found = encoded(*moved((basis, codec, x), device), False)
@@ -100,7 +100,8 @@ def test_components(device, times, widths, counts, dim, kind, dtype, monkeypatch
 @pytest.mark.parametrize("kind", ["sized", "sized trellis"])
 @pytest.mark.parametrize(("widths", "counts", "dim"), [((6, 4, 3, 2, 1), (16, 9), 128), ((4,) * 4, (12, 0, 3), 80)])
 def test_values_less_what_their_keys_predict(device, times, widths, counts, dim, kind, dtype, monkeypatch):
-    """Sums of codes times a table of whole numbers, of tokens that have sizes."""
+    """Residuals of values after their prediction from the keys' codes, for tokens with sizes. The table has integers, so sums are
+    exact."""
     basis, codec, prediction = (
         basis_of(widths, counts, dim),
         codecs(widths, counts)[kind],

@@ -1,5 +1,5 @@
-"""What follows a step's attention (exact tokens told, mass, a budget's contest) and what lies beside codes: kernels against plain
-torch on the CPU, and the same again bit for bit."""
+"""Kernels of a decode step besides attention over codes: exact tokens with returned scores, attention mass, the budget of heavy
+hitters, storing, outliers. Against float64 or plain torch on the CPU; repeated launches give the same bits."""
 
 import pytest
 import torch
@@ -56,7 +56,8 @@ def test_exact_tokens_told_and_their_mass(device, times, asked, runs):
 
 @pytest.mark.parametrize(("start", "count"), [(0, 5 * PAGE + 7), (PAGE, 3 * PAGE), (9, 2 * PAGE), (3, 1)])
 def test_a_prompt_in_pages(device, times, start, count, monkeypatch):
-    """Whole pages, in any order, and what lies before and behind them: words, parameters of a token and of a page, exact tokens."""
+    """A prompt is written to pages in random order, also with partly filled first and last pages: words, parameters per token and
+    per page, exact tokens."""
     fields = {
         "words": Field(1, 32, torch.int16, "codes"),
         "parameters": Field(1, 2, torch.float16, "parameters"),
@@ -86,7 +87,7 @@ def test_a_prompt_in_pages(device, times, start, count, monkeypatch):
     "rule", [MassRule(), MassRule(adds_up=False), MassRule(limit=2.0), MassRule(mean=True), None], ids=str
 )
 def test_a_budget_step(device, times, rule):
-    """Several steps one after the other, on the same pages: every bit moves as in plain torch."""
+    """Six steps on the same pages: masses, pages and removed tokens have the bits of plain torch after each."""
     slots, draw = 2 * PAGE * times, torch.Generator().manual_seed(3)
     numbers, pages = 0 if rule is None else 1 + rule.mean, ROWS * slots // PAGE
     mass = torch.randint(0, 6, (ROWS, numbers * HEADS, slots), generator=draw).float() / 2
@@ -118,7 +119,7 @@ def test_a_budget_step(device, times, rule):
 
 
 def test_scores_of_outliers_that_pages_list(device, times):
-    """A tile of outliers is written, and read back by other threads of the program."""
+    """The kernel writes a tile of outliers that other threads of its program read. Four launches give the same bits."""
     pages, draw = 2 * times, torch.Generator().manual_seed(5)
     order = torch.rand(ROWS * pages, HEADS, CHANNELS, PAGE, generator=draw).argsort(-1)[..., :6]
     distance = torch.randn(ROWS * pages, HEADS, CHANNELS, 6, generator=draw).half()
@@ -138,7 +139,8 @@ def test_scores_of_outliers_that_pages_list(device, times):
 @pytest.mark.parametrize("in_few", [False, True], ids=["of any channel", "of few channels"])
 @pytest.mark.parametrize("asked", [1, 4, 12])
 def test_outliers_that_rows_list(device, times, asked, in_few):
-    """Lanes read what others have written: queries, weights, and sums of channels that several have a part of."""
+    """Lanes read numbers that other lanes have written: queries, weights, and sums of channels whose entries several lanes share.
+    Four launches give the same bits."""
     tokens, draw = 9 * PAGE * times + 5, torch.Generator().manual_seed(5)
     size, streams = HEADS * tokens * CHANNELS, []
     for listed in (by_token, by_channel):

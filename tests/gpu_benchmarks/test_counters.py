@@ -1,4 +1,4 @@
-"""Counters of a decode step: what is read of Nsight Compute's page, and that the counted steps run."""
+"""Hardware counters of a decode step: reading Nsight Compute's output, and running the counted steps on a CPU."""
 
 import pytest
 import torch

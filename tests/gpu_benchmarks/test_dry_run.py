@@ -1,5 +1,5 @@
-"""Every measurement of `make gpu` on the CPU, at toy size, where plain torch stands for the kernels: it must not run for the
-first time where time is dear."""
+"""Every measurement of `make gpu` at toy size on the CPU, with plain torch instead of the kernels, so that errors are found before
+time on a GPU is spent."""
 
 import json
 
@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def _no_quanto(monkeypatch):
-    """quanto compiles its extension when it is first used; another cache stands for it."""
+    """Replace quanto's cache by `DynamicCache`: quanto compiles its extension at the first use."""
     monkeypatch.setattr(generation, "QuantizedCache", lambda backend, config, **sizes: DynamicCache(config=config))
     monkeypatch.setattr(generation, "find_spec", lambda name: True)
 

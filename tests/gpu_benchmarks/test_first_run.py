@@ -1,4 +1,5 @@
-"""The commands of docs/results/gpu, without a GPU: what they name is there, they end in time, and they say what is missing."""
+"""The commands of docs/results/gpu, checked without a GPU: the tests and measurements that they name exist, their time limits
+suffice, and without a GPU they print one line."""
 
 import os
 import re

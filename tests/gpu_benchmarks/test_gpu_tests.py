@@ -1,4 +1,4 @@
-"""What `make gpu` tells of the tests that need a GPU: all of it, also where they are cut off."""
+"""The summary that `make gpu` gives of the tests that need a GPU, also if their time runs out."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What `make gpu` is made of: nothing is claimed that was not measured, and one failure takes nothing else with it."""
+"""Parts of `make gpu`: only measured figures are reported, and a failing measurement does not affect the others."""
 
 import json
 import os
@@ -39,7 +39,7 @@ def test_without_a_run_nothing_is_claimed():
 
 
 def test_the_document_shows_the_newest_measurement_of_every_row():
-    """By every GPU, and names all runs."""
+    """The document has the comparison of all GPUs, and the file name of every run."""
     files = list(report.RESULTS.glob("gpu-*.json"))
     runs = sorted((json.loads(file.read_text()) for file in files), key=lambda run: run["when"])
     text = (ROOT / "docs/results/gpu/README.md").read_text()
@@ -54,7 +54,7 @@ def test_a_row_without_a_figure_does_not_hide_an_older_one():
 
 
 def test_a_file_of_a_run(tmp_path):
-    """Whole after every record: a run that is cut short has kept what it found so far."""
+    """The file is complete after every record, so a run that is stopped early keeps its results so far."""
     records = [
         {"name": "decode attention", "figures": {"speedup": [3.9, 4.1, 4.2]}, "details": {}},
         {"name": "uniform 4 bit", "figures": {"speedup": [2.8, 2.9, 3.0], "share of copy": [0.6, 0.65, 0.7]}},
@@ -161,7 +161,7 @@ def test_a_missing_kernel_is_named_on_a_gpu_alone():
 
 
 def test_ratios_are_paired_by_turn(monkeypatch):
-    """A machine that slows down for all steps of a turn changes no ratio."""
+    """Ratios are computed within a turn (one timing of every step), so a machine that slows down from turn to turn changes none."""
     taken = {"ours": 1.0, "theirs": 3.0}
     order: list[str] = []
     monkeypatch.setattr(turns, "milliseconds", lambda bench, step: step())
@@ -190,7 +190,7 @@ def test_too_few_turns_are_no_figure():
 
 
 def test_inputs_leave_no_trace_in_the_l2():
-    """Eight caches of packed codes, at 2 bits, beside the 60 MB of the GPU of record."""
+    """The sets of inputs that are used in turn hold at least four times an L2 cache of 60 MB, even with codes of 2 bits."""
     cache = 2 * REAL.batch * REAL.kv_heads * REAL.tokens * REAL.head_dim * 2 // 8
     assert REAL.sets >= 8 and REAL.sets * cache >= 4 * 60e6 and REAL.host_sets * cache >= 4 * 60e6
 
@@ -230,7 +230,7 @@ for name in ("jsonargparse", "datasets", "wandb", "rich", "optimum", "hqq", "skl
 
 @pytest.mark.full
 def test_what_a_machine_with_a_gpu_need_not_have():
-    """torch, Triton, transformers and lightning are there; nothing that reads a command line, a corpus or logs a run is."""
+    """The benchmarks run without the packages that calib needs for its command line, corpora, logging and exports."""
     script = BARE + (
         "import benchmarks.gpu.__main__, benchmarks.gpu.targets, benchmarks.gpu.gpu_tests, benchmarks.gpu.supervise\n"
         "sys.argv[1:] = ['0', 'no measurement']\n"

@@ -1,4 +1,4 @@
-"""How many kernels a decode step launches in a layer: not more than today, and what counts as one."""
+"""Number of kernels that a decode step launches per layer: an upper bound for each method, and what counts as a launch."""
 
 import subprocess
 import sys
@@ -12,7 +12,7 @@ from calib.runtime.tiered.chunks import ChunkStore
 
 pytestmark = pytest.mark.arithmetic
 
-# Torch's and ours together.
+# Most launches of a layer, torch's and ours together.
 MOST = {"rtn": 4, "kivi": 3, "klt": 4, "zipcache": 4, "csr": 5, "gear": 5, "h2o": 5, "tova": 7, "mikv": 9}
 MOST |= {"specache": 9}  # with a speculative token
 
@@ -20,8 +20,9 @@ MOST |= {"specache": 9}  # with a speculative token
 @pytest.mark.full
 @pytest.mark.parametrize("method", list(MOST))
 def test_a_step_launches_no_more_than_it_did(method, monkeypatch):
-    """Tiers, window and new token by kernels of ours: attention, and the exact tokens with the runs of attention, unless components
-    have to become channels first; storing. A prompt's codes are sought in torch: the interpreter takes long."""
+    """Attention over the tiers, attention over exact tokens, and storing are one kernel each. Only `klt`, whose mixtures of
+    components have to become channels first, merges the runs of attention in a launch of its own. The prompt's trellis search runs
+    in torch, because the interpreter is slow."""
     monkeypatch.setenv("CALIB_KERNELS", "triton")
     monkeypatch.setattr("calib.kernels.trellis.operation.prefers_triton", lambda device: False)
     found = launches_of(method, METHODS[method])
@@ -32,7 +33,8 @@ def test_a_step_launches_no_more_than_it_did(method, monkeypatch):
 
 @pytest.mark.full
 def test_a_step_of_zipcache_whose_queries_are_probes(monkeypatch):
-    """Attention, the exact tokens, and one launch that sums their mass and adds it where it is kept: no operator of torch."""
+    """Two tiers, the exact tokens, one launch that sums the attention mass and adds it to the stored one, and storing: no operator
+    of torch."""
     monkeypatch.setenv("CALIB_KERNELS", "triton")
 
     def every(store, step, rows):
@@ -45,7 +47,8 @@ def test_a_step_of_zipcache_whose_queries_are_probes(monkeypatch):
 
 @pytest.mark.full
 def test_a_step_that_attends_twice(monkeypatch):
-    """Without a speculative token: over the low-bit copy, asked for probabilities, and with what was fetched, under masks."""
+    """SpeCache without a speculative token attends the low-bit copy for its probabilities, and then again with the fetched
+    tokens."""
     monkeypatch.setenv("CALIB_KERNELS", "triton")
     found = launches_of("specache", {"speculative": False})
     assert found.ours["attend"] == found.ours["exact"] == found.ours["put"] == 2 and found.ours["sum_rows"] == 1

@@ -1,5 +1,5 @@
-"""The page of predictions: what it says is what its run found, the formulas are right on numbers made by hand, and the loops that
-it counts are those that a step launches."""
+"""The page of roofline predictions: it shows its run's figures, its formulas give numbers worked out by hand, and its loops are
+those that a decode step launches."""
 
 import json
 import os
@@ -64,7 +64,7 @@ def test_every_case_and_loop_is_in_the_run():
 
 
 def test_the_run_follows_from_its_loops_and_launches():
-    """Formulas that change have to be written down again."""
+    """If a formula changes, the run has to be written again."""
     loops = {(loop["name"], loop["capability"]): loop for loop in (*RUN["loops"], *RUN["lists"])}
     steps = [
         predicted(case, loops, RUN["launches"][case.method], device) for case in CASES for device in DEVICES.values()
@@ -100,7 +100,8 @@ def test_what_was_measured_stands_beside():
 
 @pytest.mark.slow
 def test_the_command_compiles_and_prints_the_page():
-    """Figures are those of the Triton that is installed, so only its form is compared; without `--write` nothing is written."""
+    """Figures depend on the installed Triton, so only the beginning of each line is compared. Without `--write` nothing is
+    written."""
     before = RESULT.read_bytes(), PAGE.read_bytes()
     command = [sys.executable, "-m", "benchmarks.gpu.roofline"]
     interpreting_nothing = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -115,8 +116,8 @@ def test_the_command_compiles_and_prints_the_page():
 
 
 def test_a_launch_by_hand():
-    """640 tokens are ten turns; of 8 programs on each of ten multiprocessors every head has 8, of two turns each, so that five do
-    something: 50 programs, five on a multiprocessor, of which four run at once."""
+    """640 tokens are ten turns. 8 programs on each of 10 multiprocessors are 8 per head, of two turns each, so only five have
+    tokens: 50 programs, five per multiprocessor, of which four run at once."""
     found = attended(LOOP, 640, CASE, SMALL)
     assert (found["turns"], found["splits"], found["programs"]) == (2, 5, 5)
     assert found["packed"] == 10 * 640 * 100
@@ -144,7 +145,7 @@ def test_a_step_by_hand():
 
 
 def test_lists_by_hand():
-    """Of 10 heads, on ten multiprocessors: 32 programs of each for scores, and for mixtures as many as attention left parts."""
+    """Ten heads on ten multiprocessors: 32 programs per head for scores, and for mixtures one per part of attention."""
     part = {"instructions": 10, "busy": {"issue": 100, "memory": 400}, "alone": 1000}
     loop = {"programs": 16, "warps": 1, "around": part, "inside": {**part, "busy": {"issue": 50}, "alone": 100}}
     found = listed({**loop, "name": SCORES}, 0.02, 5, SMALL, 10, 4)
@@ -163,7 +164,7 @@ def test_lists_by_hand():
 
 @pytest.mark.full
 def test_turns_of_a_tile_and_a_stretch():
-    """Drawn instead of worked out."""
+    """The expected numbers of turns against the mean of random draws."""
     of_keys, of_values = AT_ONCE[SCORES], 32 * AT_ONCE[MIXTURES]
     draw = torch.Generator().manual_seed(1)
     for share in (0.001, 0.02, 0.1):
@@ -213,7 +214,8 @@ def test_bytes_of_a_token_with_sizes_and_coefficients():
     ],
 )
 def test_a_step_launches_the_loops_that_are_counted(method, options, loops, monkeypatch):
-    """Every constant, the warps and the stages: a step of the measured layer, interpreted, where no launch begins early."""
+    """An interpreted step of the measured layer launches the kernels with the constants, warps and stages of the counted loops. (No
+    launch begins early in the interpreter.)"""
     from triton.runtime.interpreter import InterpretedFunction
 
     monkeypatch.setenv("CALIB_KERNELS", "triton")

@@ -1,5 +1,5 @@
-"""The page's predictions of prefills: the formulas are right on numbers made by hand, turns are those of the tiles that probes see,
-and what is counted without running a kernel is what a prefill launches."""
+"""Roofline predictions of prefills: formulas give numbers worked out by hand, turns are the tiles that probes see, and the launches
+that are counted without running a kernel are those of a real prefill."""
 
 import json
 from math import prod
@@ -55,7 +55,7 @@ def test_the_run_follows_from_its_kernels_and_launches():
 
 @pytest.mark.parametrize("step", RUN["steps"], ids=lambda step: f"{step['method']} on {step['device']}")
 def test_bytes_and_instructions_are_a_small_share_of_a_prefill(step):
-    """At most 4 %; `mikv` scores with every row of the prompt."""
+    """At most 4 %, except for `mikv`, whose probes are all rows of the prompt."""
     assert (step["share_of_work"] <= 0.04) is (step["method"] != "mikv")
 
 
@@ -66,7 +66,7 @@ def test_targets_have_their_rows():
 
 @pytest.mark.parametrize("launched", LAUNCHED.values(), ids=LAUNCHED)
 def test_every_value_of_a_prompt_is_encoded(launched):
-    """All, those of KIVI's exact window in advance; in MiKV without the important tokens."""
+    """All tokens are encoded (with KIVI also those of the exact window, in advance), except MiKV's important ones."""
     values = 2 * REAL.kv_heads * REAL.prompt * REAL.head_dim
     encoded = {
         method: sum(group["elements"] for group in launched[method]["ours"] if "bits" in group["kernel"])
@@ -79,7 +79,7 @@ def test_every_value_of_a_prompt_is_encoded(launched):
 
 @pytest.mark.parametrize("launched", LAUNCHED.values(), ids=LAUNCHED)
 def test_spans_of_mikv_are_those_of_attention(launched):
-    """Every row is a probe: the tiles cover all pairs that it sees, and little more."""
+    """Every row is a probe: the tiles cover all pairs of a row and a visible token, and at most 2 % more."""
     pairs = REAL.heads * REAL.prompt * (REAL.prompt + 1) // 2
     (scored,) = (group["elements"] for group in launched["mikv"]["ours"] if group["kernel"].startswith("column_sums"))
     assert pairs < scored < 1.02 * pairs
@@ -101,7 +101,7 @@ def test_a_prefill_at_its_best_by_hand():
 
 
 def test_launches_of_a_kernel_by_hand():
-    """Two launches of 30 and 50 programs of two warps; 20 fit the device at once, so that they take two and three rounds."""
+    """Two launches, of 30 and 50 programs of two warps. The device runs 20 programs at once, so they take two and three rounds."""
     group = {"turns": {"once": 80, "inside": 400}, "grids": [30, 50], "bytes": 9_000_000}
     parts = {
         "once": {"busy": {"issue": 100, "special": 8}, "alone": 600},
@@ -117,7 +117,7 @@ def test_launches_of_a_kernel_by_hand():
 
 
 def test_a_method_by_hand():
-    """Half of a kernel's time is bytes, which a side stream hides; torch's operations and launches come to it."""
+    """A kernel, half of whose time a side stream could hide, and three operations of torch with their launches."""
     kernel = {"parts": {"once": {"busy": {"issue": 90}, "alone": 1, "instructions": 90}}, "warps": 1, "programs": 8}
     group = {
         "kernel": "encode, 4 bits",
@@ -140,7 +140,7 @@ def test_a_method_by_hand():
 
 
 def score(kernel: str, probes: list[int], tokens: int) -> dict:
-    """A launch of one of the kernels that score, for two rows of two KV heads and six heads."""
+    """A launch of one of the saliency kernels, for two rows with two KV heads and six query heads."""
     owners = -(-(len(probes) if kernel == "row_normalisers" else tokens) // 8)
     values = {"OWNED": 8, "STREAMED": 4, "D": 16, "tokens": tokens, "group": 3, "nearest": 0, "farthest": tokens}
     return {
@@ -178,7 +178,7 @@ def test_turns_are_those_of_the_tiles_that_probes_see(tokens):
 
 
 def test_turns_of_a_selection():
-    """Each of four digits is counted in every tile, and positions are collected once."""
+    """Radix selection: each of four digits is counted in every tile, and positions are collected once."""
     launch = {"kernel": "largest", "grid": [6], "probes": None, "values": {"tokens": 1000, "TILE": 512, "k": 600}}
     assert turns_of(launch) == {ONCE: 6, DIGIT: 24, COUNT: 48, COLLECT: 12}
     assert elements_of(launch) == 6000
@@ -186,7 +186,7 @@ def test_turns_of_a_selection():
 
 
 def test_turns_of_what_is_measured():
-    """Tokens of a tier are read once where they lie, and extremes of their parts brought together."""
+    """Channel statistics of a tier: its tokens are read once, by their order, and the extremes of the parts are merged."""
     given = {"total": 900, "turns": 8, "D": 96, "TOKENS": 32, "D_UP": 128}
     launch = {"kernel": "channel_extremes", "grid": [4, 2, 3], "probes": None, "values": given, "types": {"x": "*bf16"}}
     assert turns_of(launch) == {ONCE: 24, TURN: 192} and elements_of(launch) == 900 * 6 * 96
@@ -245,9 +245,10 @@ def test_bytes_of_operations():
 @pytest.mark.full
 @pytest.mark.parametrize("method", ["kivi", "zipcache", "mikv", "klt"])
 def test_what_is_counted_is_what_a_prefill_launches(method, monkeypatch):
-    """Kernels that are only noted, and those that are carried out; the kernels are those of the long prompt."""
+    """A prefill whose kernels are only noted has the same launches as one that runs them; the kernels are those of the run's long
+    prompt."""
     monkeypatch.setenv("CALIB_KERNELS", "triton")
-    # The first one brings tables to the device that later ones share.
+    # The first prefill copies tables to the device that later ones reuse.
     _, noted, run = (prefill_of(method, OPTIONS.get(method, {}), HEADS, 300, runs) for runs in (False, False, True))
     assert noted.ours == run.ours and noted.torch == run.torch and noted.waits == run.waits
     counted = LAUNCHED[90][method]
@@ -257,7 +258,7 @@ def test_what_is_counted_is_what_a_prefill_launches(method, monkeypatch):
 
 
 def test_what_the_host_works_out_is_no_launch():
-    """Made without a device, and what is made of that alone; brought to the device it counts, as does what is made of it there."""
+    """Operations on tensors of the host are not counted; a copy to the device is, and so are operations on the copy."""
     noted = Noted()
     with Noting(noted):
         device = torch.ones(4, device="cpu")

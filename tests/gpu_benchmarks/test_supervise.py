@@ -1,4 +1,4 @@
-"""What sees to it that one measurement takes no other with it."""
+"""The supervisor of `make gpu`: a measurement whose process dies or hangs does not affect the others."""
 
 import json
 import sys
@@ -18,7 +18,7 @@ def failing(given: Bench) -> Measured:
 
 
 def process(*lines: str, end: str = ""):
-    """A command that says `lines` of what it is asked for, then does `end`."""
+    """A command that prints `lines` and then executes `end`."""
     said = "; ".join(f"print({line!r}, flush=True)" for line in lines)
     return [sys.executable, "-c", f"import time, os; {said}; {end or 'pass'}"]
 
@@ -67,7 +67,7 @@ def test_a_process_that_hangs_is_stopped(monkeypatch):
 
 
 def test_a_process_that_dies_between_two_takes_neither():
-    """As after an illegal access: what was measured is told, and the process ends before the next is begun."""
+    """As after an illegal memory access: the process reports its measurement, and ends before it begins the next."""
     asked: list[list[str]] = []
 
     def command(seconds, names):
@@ -92,13 +92,13 @@ def test_a_process_that_hangs_between_two_takes_neither(monkeypatch):
 
 
 def test_a_process_that_begins_nothing_takes_one(monkeypatch):
-    """Or it would be started for ever."""
+    """A process that ends before it begins a measurement costs one measurement each time, so restarts come to an end."""
     records = all_of(MEASUREMENTS[:2], 60, lambda seconds, names: process("noise", end="os._exit(3)"))
     assert [record["reason"] for record in records] == ["its process ended with status 3"] * 2
 
 
 def test_a_record_is_kept_while_the_others_are_measured():
-    """By whoever is told: what is found is not lost with the process that looks on."""
+    """The callback gets each record at once, not at the end, so results survive if the supervisor is stopped."""
     seen: list[float] = []
     supervised(
         MEASUREMENTS[:2],
