@@ -1,11 +1,10 @@
 """A campaign of damaged artifacts: each is loaded, inspected and, where it is accepted, used.
 
     python tests/hostile/campaign_artifacts.py --cases 10000 --seed 0 --json campaign.json
-    python tests/hostile/campaign_artifacts.py --seed 0 --case 4711        # one of them again, with what happens
+    python tests/hostile/campaign_artifacts.py --seed 0 --case 4711        # repeats one case and prints how it ends
 
-Of a case there are two good ends: it is refused in one printable line of at most 400 characters, raised by this project's code, or
-accepted, and then every logit is finite. What else may happen is counted: tracebacks, hangs (a limit of seconds a case), cases that
-take too much memory, and NaN.
+A case must be refused with one printable line of at most 400 characters, raised by this project's code, or be accepted with finite
+logits. All other outcomes are counted as wrong: tracebacks, hangs (a time limit per case), too much memory, and NaN.
 """
 
 import argparse
@@ -24,7 +23,7 @@ from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))  # the tests' own modules, as pytest finds them
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))  # as in pytest's configuration
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
@@ -37,13 +36,13 @@ from transformers import PreTrainedModel
 from calib.cli import main
 from calib.runtime import Artifact, compress
 
-SECONDS = 30.0  # of a case
-MOST_GROWTH = 2**30  # bytes a case may need beyond what the process holds
-LINE = 400  # characters of a refusal, after the file's name
+SECONDS = 30.0  # time limit of a case
+MOST_GROWTH = 2**30  # bytes that a case may need in addition to the process's memory before it
+LINE = 400  # most characters of a refusal, after the file's name
 OURS = tuple(str(Path(__file__).resolve().parents[2] / folder) for folder in ("runtime", "calib", "kernels"))
 TOKENS, STEPS = 48, 3
 
-# Methods that read a tensor, by how its name begins.
+# Cases whose method reads a tensor, by the beginning of the tensor's name.
 READERS = {
     "keys.low": ("kivi-2-calibrated", "rtn-4-calibrated", "zipcache-calibrated", "gear-calibrated"),
     "keys.high": ("kivi-2-calibrated", "rtn-1-calibrated"),
@@ -68,7 +67,7 @@ READERS = {
 
 @dataclass
 class Counts:
-    """How the cases ended; every case is refused or accepted, and what is wrong with it is counted besides."""
+    """Number of cases by outcome; a wrong case counts for one of `tracebacks`, `hangs`, `over_memory` and `nan` only."""
 
     cases: int = 0
     refused: int = 0
@@ -81,7 +80,7 @@ class Counts:
     wrong: list[str] = field(default_factory=list)
 
     def line(self) -> str:
-        """For a table or a log."""
+        """A summary in one line."""
         return (
             f"{self.cases} damaged artifacts (seed {self.seed}): {self.refused} refused in one line, {self.accepted} accepted with "
             f"finite logits; {self.tracebacks} tracebacks, {self.hangs} hangs, {self.over_memory} over the memory limit, "
@@ -90,7 +89,7 @@ class Counts:
 
 
 class Wrong(Exception):
-    """A case ended as none may; `kind` is the counter."""
+    """A case had a wrong outcome; `kind` is the counter's name."""
 
     def __init__(self, kind: str, words: str) -> None:
         super().__init__(words)
@@ -99,13 +98,13 @@ class Wrong(Exception):
 
 @cache
 def subject(dtype: torch.dtype = torch.float32) -> tuple[PreTrainedModel, Base]:
-    """The model, and the good artifact of it, which is the same for all dtypes."""
+    """A model in this dtype, and an undamaged artifact for it, which is the same for all dtypes."""
     model = random_model("llama", dtype)
     return model, Base.of(calibrated_artifact(random_model("llama")))
 
 
 def run(number: int, seed: int, path: Path) -> str:
-    """One case: "refused" or "accepted"; raises `Wrong`."""
+    """Run one case; return "refused" or "accepted", or raise `Wrong`."""
     draw = random.Random(f"{seed}/{number}/use")
     model, base = subject(draw.choice([torch.float32, torch.float32, torch.bfloat16]))
     case = damaged(base, seed, number)
@@ -124,7 +123,7 @@ def run(number: int, seed: int, path: Path) -> str:
 
 
 def used(model: PreTrainedModel, path: Path, case: Damaged, draw: random.Random) -> bool:
-    """Whether the file was accepted, by everything it was given to."""
+    """Whether the file was accepted by loading, by `calib inspect` and by a method that reads the damaged tensor."""
     try:
         artifact = Artifact.load(path)
     except Exception as error:
@@ -139,7 +138,8 @@ def used(model: PreTrainedModel, path: Path, case: Damaged, draw: random.Random)
 
 
 def inspected(words: list[str], case: Damaged, path: Path, good: bool) -> None:
-    """`calib inspect` ends as loading did, or refuses what loading does not read, in one line."""
+    """Check that `calib inspect` accepts or refuses the file as loading did (`good`), or refuses contents that loading does not
+    read; a refusal is one line and status 2."""
     out, said = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(said):
         status = main(words)
@@ -152,7 +152,7 @@ def inspected(words: list[str], case: Damaged, path: Path, good: bool) -> None:
 
 
 def answers(model: PreTrainedModel, artifact: Artifact, name: str, case: Damaged, draw: random.Random) -> bool:
-    """A prompt of two rows and some steps through a method: False where it was refused."""
+    """Run a prompt of two rows and some decode steps with a method; return False if the artifact was refused."""
     if name == "tuned":
         method, options = case.names[1], {"tuned": 2.5}
     elif name == "klt-loss":
@@ -179,14 +179,14 @@ def answers(model: PreTrainedModel, artifact: Artifact, name: str, case: Damaged
 
 
 def readers(case: Damaged) -> list[str]:
-    """Methods that read what was damaged."""
+    """Names of cases whose method reads the first damaged tensor."""
     for name in case.names:
         return list(next(found for begins, found in READERS.items() if name.startswith(begins)))
     return list(READERS[""])
 
 
 def check_refusal(error: Exception, case: Damaged, path: Path | None) -> None:
-    """A ValueError of this project in one line."""
+    """Raise `Wrong` unless the error is a ValueError that this project raised, with one line."""
     frames = traceback.extract_tb(error.__traceback__)
     if not isinstance(error, ValueError) or not frames[-1].filename.startswith(OURS):
         if "alloc" in str(error) or isinstance(error, MemoryError):
@@ -197,7 +197,7 @@ def check_refusal(error: Exception, case: Damaged, path: Path | None) -> None:
 
 
 def check_line(line: str, case: Damaged, path: Path | None) -> None:
-    """Short, and safe to print."""
+    """Raise `Wrong` unless the message, without the path, is printable and has 1 to `LINE` characters."""
     line = line if path is None else line.removeprefix(f"{path}: ")
     if not line.isprintable() or not 0 < len(line) <= LINE:
         raise Wrong("tracebacks", f"{case.words}: a line of {len(line)} characters: {line[:500]!r}")
@@ -207,7 +207,8 @@ def check_line(line: str, case: Damaged, path: Path | None) -> None:
 
 
 def memory(kind: str) -> int:
-    """Bytes of `VmRSS`, what the process holds, or `VmHWM`, the most that it held since `forget_peak`; 0 where nobody tells."""
+    """Memory of this process in bytes: `VmRSS`, resident now, `VmHWM`, the peak since `forget_peak`, or `VmSize`, address space; 0
+    if the system does not tell it."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:
@@ -216,14 +217,15 @@ def memory(kind: str) -> int:
 
 
 def forget_peak() -> None:
-    """Where the kernel allows it; otherwise the peak is that of all cases so far, which is checked as well."""
+    """Reset the peak `VmHWM`, if the kernel allows it; otherwise the peak is that of all cases so far."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 
 
 @contextlib.contextmanager
 def address_space(more: int) -> Iterator[None]:
-    """Inside, the process gets at most so many bytes more: an allocation beyond fails, and nothing else of the machine does."""
+    """Limit the process's address space to `more` additional bytes: larger allocations fail at once, without harm to the
+    machine."""
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     size = memory("VmSize")
     if size:
@@ -235,7 +237,7 @@ def address_space(more: int) -> Iterator[None]:
 
 
 def campaign(cases: int, seed: int, first: int = 0, seconds: float | None = None) -> Counts:
-    """Cases `first`, `first` + 1, ... of a seed, as many as are asked for or fit into `seconds`, or until Ctrl-C."""
+    """Run cases `first` ... `first + cases - 1` of a seed; stop early after `seconds`, or at Ctrl-C."""
     counts, began = Counts(seed=seed), time.monotonic()
     with TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -247,7 +249,7 @@ def campaign(cases: int, seed: int, first: int = 0, seconds: float | None = None
             forget_peak()
             try:
                 end = run(number, seed, path)
-            except KeyboardInterrupt:  # what was counted by then is worth having
+            except KeyboardInterrupt:  # keep the counts so far
                 break
             except Wrong as wrong:
                 counts.cases += 1
@@ -260,7 +262,7 @@ def campaign(cases: int, seed: int, first: int = 0, seconds: float | None = None
 
 
 def command() -> int:
-    """The campaign from the command line; status 1 where any case ended as none may."""
+    """Run the campaign from the command line; return status 1 if any case had a wrong outcome."""
     parser = argparse.ArgumentParser(description="Damaged artifacts: refused in one line, or used with finite logits.")
     parser.add_argument("--cases", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)

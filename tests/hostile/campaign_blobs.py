@@ -1,11 +1,11 @@
 """Thousands of damaged blobs of stored chunks, each decoded, or put into a prefix file that is loaded and used for a few steps.
 
     python tests/hostile/campaign_blobs.py --cases 10000 --seed 1 --json blobs.json
-    python tests/hostile/campaign_blobs.py --seed 1 --only 1234     # one of them again, with its traceback
+    python tests/hostile/campaign_blobs.py --seed 1 --only 1234     # repeats one case, with its traceback
 
-A blob must be refused by a `BlobError` of one line, with nothing written to where it should go, or be decoded to finite numbers; a
-prefix file must be refused by a `PrefixError` or give finite logits. Of the files (`cache.save(..., storage_bits=...)`) some hold a
-damaged blob and are whole otherwise, others are damaged as `campaign_prefixes.py` does it.
+A blob must be refused by a `BlobError` of one line, with nothing written to `out`, or be decoded to finite numbers; a prefix file
+must be refused by a `PrefixError` or give finite logits. Some of the files (`cache.save(..., storage_bits=...)`) are good except
+for one damaged blob, others are damaged as in `campaign_prefixes.py`.
 """
 
 import sys
@@ -35,9 +35,9 @@ from calib.runtime import Artifact, BlobError, Codec
 from tests.hostile.campaign_prefixes import outcome
 
 TOKENS = 9
-FILES = 0.2  # of the cases: prefix files
-TIMES = 64  # bytes for each of a blob: a chunk is many times as large, its codes are unpacked in float64
-# Options of a codec, the dtype and the position of a chunk: forms, slices of heads, exact tokens, room for such, profiles.
+FILES = 0.2  # share of the cases that are prefix files
+TIMES = 64  # allowed memory in multiples of a blob: a chunk is many times as large, and codes are unpacked in float64
+# Options of a codec, dtype of a chunk, and its first position: code formats, slices of heads, exact tokens, fixed sizes, profiles.
 BASES: list[tuple[dict[str, Any], torch.dtype, int]] = [
     ({"bits": 2, "size": True}, torch.float32, 2),
     ({"bits": 1, "size": False, "predict": False}, torch.bfloat16, 0),
@@ -50,13 +50,13 @@ BASES: list[tuple[dict[str, Any], torch.dtype, int]] = [
     ({"bits": 2.5, "profile": "storage", "entropy": True}, torch.bfloat16, 3),
     ({"bits": 4, "profile": "storage", "entropy": True, "sinks": 0}, torch.float32, 0),
 ]
-# Methods that load files of blobs: an ordered store, one of tiers, one in two places, one that drops tokens.
+# Cases whose methods load files of blobs: an ordered store, components, a packed and an exact copy of each token, sparse codes.
 LOADED = ("kivi-2-clipped", "klt-short", "specache-rotated", "csr-offline")
 
 
 @dataclass(frozen=True)
 class Whole:
-    """A blob that is whole, and the codec that made it."""
+    """An undamaged blob, and the codec that encoded it."""
 
     codec: Codec
     data: bytes
@@ -64,7 +64,7 @@ class Whole:
 
 
 def wholes(artifact: Artifact) -> list[Whole]:
-    """Of every base."""
+    """Encode an undamaged blob for each of `BASES`, and check that it is accepted."""
     found, model = [], random_model("llama")
     for options, dtype, start in BASES:
         codec = Codec.from_artifact(artifact, **{"profile": "heads", **options})
@@ -78,11 +78,11 @@ def wholes(artifact: Artifact) -> list[Whole]:
 
 
 def decoded(base: Whole, data: bytes, draw: Random) -> tuple[str, str]:
-    """One of OUTCOMES, and what was said; the blob comes as any kind of bytes."""
+    """Decode a blob, given as any kind of bytes; return one of OUTCOMES and the message."""
     given: Any = draw.choice([bytes, bytearray, memoryview])(data)
     if draw.random() < 0.25:
         given = torch.frombuffer(bytearray(data) or bytearray(1), dtype=torch.uint8)[: len(data)]
-    # As a reader has it that knows what it wants; else `decode` makes it.
+    # Half of the cases decode into `out`; in the others `decode` allocates the chunk.
     out = torch.full((2, base.codec.layers, TOKENS, len(base.codec.heads) * base.codec.head_dim), 7.0, dtype=base.dtype)
     into = draw.random() < 0.5
 
@@ -97,7 +97,8 @@ def decoded(base: Whole, data: bytes, draw: Random) -> tuple[str, str]:
 
 
 def fitting(use: Callable[[], tuple[str, str]]) -> tuple[str, str]:
-    """A whole blob of other tokens or another dtype than `out` has is the reader's own mistake, which is told as such."""
+    """Turn the ValueError of an `out` that does not fit into a BlobError: an undamaged blob of other tokens or another dtype than
+    `out` is a mistake of the caller, and counts as refused."""
     try:
         return use()
     except BlobError:
@@ -109,7 +110,7 @@ def fitting(use: Callable[[], tuple[str, str]]) -> tuple[str, str]:
 
 
 def with_blob(base: Base, blobs: list[bytes], draw: Random) -> tuple[bytes, str]:
-    """A file with a damaged blob for one of its rows, all else made right."""
+    """A prefix file with a damaged blob for one of its rows, and otherwise correct, with a description."""
     file = File.of(base.data)
     row = draw.randrange(len(blobs))
     data, done = damaged(blobs[row], draw.choice(blobs), draw)
@@ -118,7 +119,7 @@ def with_blob(base: Base, blobs: list[bytes], draw: Random) -> tuple[bytes, str]
 
 
 def blobs_of(base: Base) -> list[bytes]:
-    """The whole blobs of a file."""
+    """The blobs of a prefix file."""
     tensors = File.of(base.data).tensors
     return [tensors[name].numpy().tobytes() for name in sorted(tensors) if name.startswith("chunks/")]
 
@@ -126,7 +127,7 @@ def blobs_of(base: Base) -> list[bytes]:
 def campaign(
     cases: range, seed: int, tell: Callable[[int, Done], None] | None = None, *, files: float = FILES
 ) -> dict[str, Any]:
-    """See `counted`."""
+    """Run the cases; return the counts of `hostile_cases.counted`."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "damaged.safetensors"
         whole = wholes(with_storage(calibrated_artifact(random_model("llama"))))

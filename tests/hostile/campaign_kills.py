@@ -1,12 +1,12 @@
-"""Fits that are killed at random moments, again and again, and go on: the same bytes in the end, or the case counts as failed.
+"""Kills `calib fit` at random moments and resumes it: in the end the artifact must have the bytes of an undisturbed fit.
 
     python tests/hostile/campaign_kills.py --cases 50 --seed 0 --json kills.json
 
-Each case is a folder. `calib fit` runs there and gets SIGKILL, SIGTERM or SIGINT after a random part of the time that an
-undisturbed fit takes, up to three times; what goes on does so with `--ckpt_path last`; the last attempt is left alone. Some
-attempts are interpreters of their own, so that signals fall into imports too, the others are forked from one that has imported
-everything. Looked at: exit statuses (143, 130), one line and no traceback, the end in time, the artifact's bytes, and that no
-temporary file is left, neither beside the results nor in the machine's folder for such.
+Each case has its own folder. `calib fit` runs there and gets SIGKILL, SIGTERM or SIGINT after a random part of the time that an
+undisturbed fit takes, up to three times; it is then resumed with `--ckpt_path last`, and the last attempt is left alone. Some
+attempts are new interpreters, so that signals arrive during imports, too; the others are forked from a process that has imported
+everything. Checked are exit statuses (143, 130), one line without a traceback, the end in time, the artifact's bytes, and that no
+temporary file is left, neither beside the results nor in TMPDIR.
 """
 
 import argparse
@@ -27,10 +27,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
-PATIENCE = 200  # seconds after which a process that was signalled, or left alone, hangs
-LOOK = 150  # seconds after which a process tells where it is
-KILLS = 3  # of a case, at most
-FRESH = 0.2  # of the attempts: in an interpreter of their own
+PATIENCE = 200  # seconds after which a process, signalled or not, counts as hanging
+LOOK = 150  # seconds after which a process prints its traceback
+KILLS = 3  # most kills of a case
+FRESH = 0.2  # share of the attempts that start a new interpreter
 TRACES = ("Traceback", "Exception ignored", "Fatal Python error")
 OPTIONS = [
     "--model.bits=[2]", "--model.clip_factors=[1,0.8]", "--model.query_rows=2", "--model.clip_sequences=6",
@@ -43,14 +43,14 @@ OPTIONS = [
 ]  # fmt: skip
 INTERPRETER = (
     f"import faulthandler; faulthandler.dump_traceback_later({LOOK}); "
-    "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background ignores it
+    "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # background jobs ignore SIGINT
     "from calib.cli import main; print('begun', flush=True); sys.exit(main(sys.argv[1:]))"
 )
 
 
 @dataclass
 class Counts:
-    """What the campaign found."""
+    """Counts of the campaign, and a description of each failure."""
 
     cases: int = 0
     kills: int = 0
@@ -64,12 +64,12 @@ class Counts:
 
     @property
     def clean(self) -> bool:
-        """Whether every case came to the same bytes, and nothing else was wrong."""
+        """Whether every case ended with the same bytes, and nothing else was wrong."""
         return self.resumed_to_same_bytes == self.cases and not self.failures
 
 
 def forked(words: Sequence[str], folder: Path) -> None:
-    """A `calib fit` in a process that has imported it already."""
+    """Run `calib fit` in a forked process that has imported it already."""
     os.chdir(folder)
     tempfile.tempdir = str(folder / "tmp")
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -104,13 +104,13 @@ class Attempt:
             self.number = self.child.pid
 
     def begun(self) -> None:
-        """Waits until the program's own first line; a signal before it meets Python alone."""
+        """Wait until the process prints "begun": before that, a signal would reach only Python's own start."""
         deadline = time.monotonic() + PATIENCE
         while "begun" not in (self.folder / "stdout").read_text() and time.monotonic() < deadline:
             time.sleep(0.005)
 
     def end(self, seconds: float) -> int | None:
-        """The exit status, negative for a signal; None for a process that is still there."""
+        """Wait for the exit status, negative for a signal; None if the process still runs after `seconds`."""
         if not self.fresh:
             self.child.join(seconds)
             return self.child.exitcode
@@ -120,26 +120,26 @@ class Attempt:
             return None
 
     def kill(self, number: int) -> None:
-        """Sends a signal, where the process still is."""
+        """Send a signal, if the process still exists."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.number, number)
 
     def errors(self) -> str:
-        """What it wrote to standard error."""
+        """The text on standard error so far."""
         return (self.folder / "stderr").read_text(errors="replace")
 
 
 def words(toy: Path, resumed: bool) -> list[str]:
-    """The command's words."""
+    """Arguments of `calib fit` for the toy model and text in the folder `toy`."""
     files = [f"--model.path={toy / 'llama'}", f"--data.text={toy / 'text.txt'}", "--output=toy.safetensors"]
     return ["fit", *files, *OPTIONS, *(["--ckpt_path=last"] if resumed else [])]
 
 
 def judge(counts: Counts, case: str, sent: int, status: int | None, errors: str, done: bool = False) -> None:
-    """Counts what is wrong with how a process ended; `done`: the artifact is there.
+    """Count what is wrong with the end of a process that got the signal `sent` (0: none); `done`: the artifact exists.
 
-    An interpreter with torch takes a second to end after calib's last line. A signal in that second ends the process itself:
-    for a shell the same status, 130 or 143, and there is nothing left to tell.
+    An interpreter with torch takes a second to end after calib's last line. A signal in that second ends the process without a
+    line of calib's; a shell sees the same status, 130 or 143, and nothing is left to resume.
     """
     ended = 0 if sent == 0 else -sent if sent == signal.SIGKILL or (done and status == -sent) else 128 + sent
     if status is None:
@@ -162,7 +162,7 @@ def judge(counts: Counts, case: str, sent: int, status: int | None, errors: str,
 def case(
     number: int, rng: random.Random, toy: Path, folder: Path, expected: bytes, takes: float, counts: Counts
 ) -> float:
-    """Kills, goes on, compares; returns the seconds that a fit takes now: machines are not always equally busy."""
+    """Run one case: kill, resume, compare. Returns the seconds that a fit takes now, since the load of a machine changes."""
     counts.cases += 1
     folder.mkdir()
     (folder / "tmp").mkdir()
@@ -176,7 +176,7 @@ def case(
         running.begun()
         begin = time.monotonic()
         status = running.end(delay if sent else PATIENCE)
-        if status == 0 and attempt == 0 and not fresh:  # the signal would have come too late
+        if status == 0 and attempt == 0 and not fresh:  # the fit ended before the signal
             takes = time.monotonic() - begin
         if sent and status is None:
             counts.kills += 1
@@ -203,12 +203,12 @@ def case(
 
 
 def campaign(cases: int, seed: int, room: Path, first: int = 0) -> Counts:
-    """Runs it below the folder `room`."""
+    """Run the cases in folders below `room`."""
     from toy_language_model import save_text, save_toy
 
     save_toy(room / "llama")
     save_text(room / "text.txt")
-    for name in ("warm", "straight"):  # the first one waits for the imports
+    for name in ("warm", "straight"):  # the first fit includes the imports, so the second one is timed
         (room / name / "tmp").mkdir(parents=True)
         running = Attempt(words(room, resumed=False), room / name, fresh=False)
         running.begun()
@@ -230,7 +230,7 @@ def campaign(cases: int, seed: int, room: Path, first: int = 0) -> Counts:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints what was found; 1 where anything was wrong."""
+    """Run the campaign from the command line; print the counts, and return 1 if anything was wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)

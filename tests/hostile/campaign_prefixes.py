@@ -1,7 +1,7 @@
 """Thousands of damaged prefix files, each loaded and, where it is accepted, used for a few steps.
 
     python tests/hostile/campaign_prefixes.py --cases 3000 --seed 1 --json prefixes.json
-    python tests/hostile/campaign_prefixes.py --seed 1 --only 1234     # one of them again, with its traceback
+    python tests/hostile/campaign_prefixes.py --seed 1 --only 1234     # repeats one case, with its traceback
 
 A file must be refused by a `PrefixError` of one line, or be accepted and give finite logits; within a time limit, and without
 memory beyond a small multiple of the file.
@@ -33,13 +33,13 @@ STEPS = 3
 
 
 def outcome(base: Base, path: Path, size: int) -> tuple[str, str]:
-    """One of OUTCOMES, and what was said."""
+    """Load the file at `path` and use it; return one of OUTCOMES and the message. `size`: bytes of the file."""
     return limited(partial(_used, base, path), size, PrefixError, str(path))
 
 
 @functools.cache
 def artifact_of(model: PreTrainedModel) -> Artifact:
-    """One for all cases."""
+    """The artifact of a model, which all cases share."""
     return calibrated_artifact(model)
 
 
@@ -65,7 +65,7 @@ def _used(base: Base, path: Path) -> tuple[str, str]:
 
 
 def bases(folder: Path, chosen: list[tuple[str, str, float]]) -> list[Base]:
-    """Saved caches that are whole, and accepted."""
+    """Save the chosen caches, and check that the undamaged files are accepted."""
     found = [Base.saved(*one, folder) for one in chosen]
     for base in found:
         path = folder / "whole.safetensors"
@@ -82,7 +82,7 @@ def campaign(
     *,
     chosen: list[tuple[str, str, float]] = BASES,
 ) -> dict[str, Any]:
-    """See `counted`."""
+    """Run the cases; return the counts of `hostile_cases.counted`."""
     with tempfile.TemporaryDirectory() as folder:
         whole, path = bases(Path(folder), chosen), Path(folder) / "damaged.safetensors"
 

@@ -1,9 +1,9 @@
-"""The counts of the campaigns as one page.
+"""Writes the counts of the campaigns as one page.
 
     python tests/hostile/report.py runs/hostile
 
-Reads `artifacts.json`, `prefixes.json`, `blobs.json` and `kills.json` of that folder; of what is not there the last run stays.
-Writes `benchmarks/results/hostile.json` and `docs/results/hostile.md`. Status 1 where any count that must be 0 is not.
+Reads `artifacts.json`, `prefixes.json`, `blobs.json` and `kills.json` of that folder; a campaign without a file keeps its last run.
+Writes `benchmarks/results/hostile.json` and `docs/results/hostile.md`. The status is 1 if a count that must be 0 is not.
 """
 
 import json
@@ -67,13 +67,13 @@ def table(names: tuple[str, ...], rows: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def page(found: Mapping[str, Mapping[str, Any]]) -> str:
-    """The whole page."""
+    """The text of docs/results/hostile.md."""
     files = {"artifacts": found["artifacts"], "prefix files": found["prefixes"], "blobs": found["blobs"]}
     return f"{HEAD}\n{table(FILES, files)}\n{table(KILLS, {'kills': found['kills']})}"
 
 
 def wrong(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Counts that must be 0 and are not, and fits that did not come to the same bytes."""
+    """Descriptions of counts that must be 0 and are not, and of killed fits that did not end with the same bytes."""
     odd = [
         f"{name}: {kind} {count[kind]}" for name, count in found.items() for kind in MUST_BE_0 & {*count} if count[kind]
     ]
@@ -82,7 +82,7 @@ def wrong(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def main(folder: Path) -> int:
-    """Writes both files from a folder's runs, and the last ones where it has none."""
+    """Write both files from the runs in `folder`, and from the last run of a campaign that has none there."""
     versions = {
         "python": platform.python_version(),
         "torch": torch.__version__,

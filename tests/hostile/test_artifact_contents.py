@@ -1,4 +1,5 @@
-"""Every way the contents of an artifact can be wrong ends in one clear `ArtifactError`, never in a deeper exception."""
+"""Artifacts with wrong contents (metadata, fingerprint, tensors): each raises an `ArtifactError` of one line, no other
+exception."""
 
 import pytest
 import torch
@@ -165,7 +166,7 @@ def test_nan_or_infinity(tmp_path, name, value):
 
 
 def test_a_forged_file_is_otherwise_good(tmp_path):
-    """The forger above makes files that load, so that what they are refused for is their content."""
+    """`forged_tensor` makes files that load, so the other tests' files are refused for their contents."""
     (tmp_path / "a").write_bytes(forged_tensor("keys.low", torch.zeros(2, 2, 8)))
     assert Artifact.load(tmp_path / "a").tensors.keys() == {"keys.low"}
 

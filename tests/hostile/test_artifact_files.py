@@ -1,4 +1,4 @@
-"""Every way a file can be wrong ends in one clear `ArtifactError`, never in a deeper exception."""
+"""Paths and files that are no intact artifact: each raises an `ArtifactError` of one line, no other exception."""
 
 import os
 import struct

@@ -1,4 +1,5 @@
-"""Headers no writer would write: sizes that torch cannot hold, names and texts that a terminal would obey or that never end."""
+"""Malformed headers of artifacts: shapes that torch cannot hold, names and texts with control characters or of millions of
+characters. Each is refused in one short printable line."""
 
 import struct
 
@@ -23,14 +24,14 @@ def good(tmp_path_factory) -> bytes:
 
 
 def short(path, data: bytes) -> str:
-    """The line a file is refused with: short, and safe to print."""
+    """Assert that a file is refused, in a printable line of at most `LONGEST_LINE` characters after the path; return the line."""
     line = refused(path, data).removeprefix(f"{path}: ")
     assert line.isprintable() and len(line) <= LONGEST_LINE, line[:1000]
     return line
 
 
 def in_both(data: bytes, name: str, **fields) -> bytes:
-    """The file with a tensor's entry changed in the header and in the metadata alike, the checksum right."""
+    """The file with a tensor's entry changed in the header and in the metadata, and a correct checksum."""
     data = forged(data, lambda document: document["tensors"][name].update(fields))
     header, body = split(data)
     header[name].update(fields)
@@ -139,7 +140,7 @@ def test_too_many_tensors(tmp_path, good):
 
 
 def test_a_header_is_read_before_the_tensors_are(tmp_path, monkeypatch):
-    """A model's weights named by mistake: gigabytes that are not read to be refused."""
+    """A model's weights, named by mistake, are refused after their header, without reading gigabytes."""
     from calib.runtime.artifact import file as artifact_file
 
     read = []
@@ -167,7 +168,7 @@ def test_a_header_longer_than_is_read(tmp_path):
 
 
 def test_a_long_key_over_many_entries_takes_no_time(tmp_path, good):
-    """Naming every entry by its whole path would copy the key a million times."""
+    """Building the whole path of every entry would copy the long key for each of 200,000 entries."""
     from time_limit import time_limit
 
     data = forged(good, lambda document: document.update(provenance={LONG: list(range(200_000))}))

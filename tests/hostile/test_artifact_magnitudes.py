@@ -1,4 +1,4 @@
-"""Numbers that are finite and still impossible: refused in one line, and nothing that is computed from them runs for ever."""
+"""Artifacts with finite but impossible numbers: refused in one line, and computations with them terminate."""
 
 import pytest
 import torch
@@ -38,14 +38,14 @@ def test_what_is_divided_by_is_not_too_small(name, value):
 
 
 def test_what_large_models_have_is_no_fault():
-    """Keys of Qwen reach hundreds, their queries' squares a million."""
+    """Large numbers that real models have are accepted: keys of Qwen reach hundreds, squares of their queries a million."""
     tensors = toy_tensors()
     for name, factor in (("keys.low", 2e3), ("keys.high", 2e3), ("queries.mean_square", 1e6), ("keys.balancer", 30)):
         tensors[name] *= factor
     for name in tensors:
         if ".outliers." in name:
             tensors[name] *= 1e3
-    for stem in ("keys.klt", "keys.klt.before"):  # keys a thousand times as large: the same errors
+    for stem in ("keys.klt", "keys.klt.before"):  # keys a thousand times as large, with the same errors of components
         tensors[f"{stem}.mean"] *= 1e3
         tensors[f"{stem}.basis"] /= 1e3
     model = toy_model()
@@ -95,7 +95,7 @@ def test_every_search_for_a_price_ends(factor, constant):
 
 
 def test_a_curve_of_zeros_gives_numbers():
-    """A corpus may measure no loss at all, and the logarithm of nothing is none."""
+    """Measured losses may all be 0, whose logarithm would be -inf."""
     tensors = toy_tensors()
     for name in ("klt.before.loss", "klt.loss"):
         tensors[name] = torch.zeros(3, 2)
@@ -157,7 +157,7 @@ def test_tensors_that_do_not_go_together_are_refused(kinds, factor, said):
 
 
 def test_channels_that_never_move_stay_finite():
-    """A head whose errors are all 0 has no spread; a token at the mean must not become 0 times infinity."""
+    """A head whose errors are all 0 has a spread of 0; a token at the mean must not become 0 times infinity."""
     tensors = toy_tensors()
     tensors["values.klt.errors"] = torch.zeros_like(tensors["values.klt.errors"])
     artifact = toy_artifact(tensors=tensors)
@@ -166,7 +166,7 @@ def test_channels_that_never_move_stay_finite():
 
 
 def test_an_artifact_at_hand_is_one_that_loads(tmp_path):
-    """The limits hold for what is written, too: nothing is saved that is refused later."""
+    """The same limits are checked when an artifact is made, so a saved artifact is not refused later."""
     toy_artifact().save(tmp_path / "a")
     assert Artifact.load(tmp_path / "a").tensors.keys() == toy_tensors().keys()
 

@@ -1,4 +1,4 @@
-"""A sample of the campaign of damaged artifacts in every test run, and that the campaign notices what it looks for."""
+"""A sample of the campaign of damaged artifacts, and checks that the campaign notices each kind of wrong outcome."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from tests.hostile import campaign_artifacts
 from tests.hostile.campaign_artifacts import campaign, subject
 
 CASES = 120
-SECONDS = 20  # by the clock; a busy machine runs fewer cases
+SECONDS = 20  # wall-clock limit of the sample; a busy machine runs fewer cases
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +35,7 @@ def test_the_same_case_at_every_call():
 
 
 def wrong_kinds(monkeypatch, **changes):
-    """The counters that some cases raise when the project is changed like this."""
+    """Replace attributes of the campaign's module and run 12 cases; return the counters that are not 0."""
     for name, change in changes.items():
         monkeypatch.setattr(campaign_artifacts, name, change)
     counts = campaign(12, 0)

@@ -1,4 +1,4 @@
-"""A sample of the campaign of damaged blobs, and that the campaign notices what it looks for."""
+"""A sample of the campaign of damaged blobs, and checks that the campaign notices each kind of wrong outcome."""
 
 import pytest
 import torch
@@ -21,11 +21,12 @@ def one_thread():
 def test_damaged_blobs_are_refused_in_a_line_or_decoded_without_harm():
     found = campaign(range(CASES), SEED)
     assert not found["wrong"], found["wrong"][:3]
-    assert found["refused"] > CASES // 3 and found["accepted"] > CASES // 20  # it does meet both
+    assert found["refused"] > CASES // 3 and found["accepted"] > CASES // 20  # both occur
 
 
 def kinds(monkeypatch, cases, decode):
-    """How blobs end where `decode` is this, once all that is whole was accepted."""
+    """The outcomes of all cases but the first, with `Codec.decode` replaced after it. (The campaign accepts its undamaged blobs
+    before the first case.)"""
     told = list[str]()
 
     def tell(number, found):

@@ -1,4 +1,4 @@
-"""A sample of the campaign of kills in every run of the tests; the whole of it is `campaign_kills.py`."""
+"""One case of the campaign of kills (`campaign_kills.py`), and checks that it counts each kind of failure."""
 
 import sys
 from pathlib import Path

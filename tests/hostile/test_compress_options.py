@@ -1,4 +1,5 @@
-"""Every wrong request to `compress` and to its cache gets one line that names the value and what to do, and stores nothing."""
+"""Wrong arguments of `compress`, unsupported models, and wrong calls of a compressed cache: each raises one line with the value and
+a remedy, and leaves model and cache as they were."""
 
 import copy
 
@@ -191,7 +192,7 @@ def test_a_form_the_artifact_does_not_hold(model, options, parts):
     with pytest.raises(ArtifactError, match="no clip factors") as error:
         compress(model, method="kivi", artifact=calibrated_artifact(model), **options)
     assert all(part in message(error) for part in parts)
-    # The remedy that needs no new fit: say the clip.
+    # A given clip needs no clip factors, and so no new fit.
     compress(model, method="kivi", artifact=calibrated_artifact(model), clip=1.0, **options).release()
 
 
@@ -249,7 +250,7 @@ def test_a_model_with_an_encoder():
 
 
 def test_a_decoder_without_its_encoder():
-    """WhisperForCausalLM: its configuration speaks of no encoder, and its layers ask for one's output."""
+    """WhisperForCausalLM: its configuration does not mention an encoder, but its layers take an encoder's output."""
     sizes = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
     model = WhisperForCausalLM(WhisperConfig(vocab_size=60, d_model=16, pad_token_id=0, **sizes))
     with pytest.raises(ValueError, match=r"WhisperForCausalLM attends to another sequence.*itself alone") as error:
@@ -275,7 +276,7 @@ def test_latent_attention():
 
 
 def test_layers_of_other_shapes():
-    """Their configuration raises where one number of heads is asked for."""
+    """A configuration with settings per layer has no common number of KV heads, and reading it raises."""
     shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 16}
     model = LlamaForCausalLM(LlamaConfig(**shape, num_attention_heads=2))
     if not hasattr(model.config, "per_layer_config"):
@@ -301,7 +302,7 @@ def test_a_released_cache(model, cache):
 
 @pytest.mark.parametrize("implementation", ["static", "quantized", "offloaded", "dynamic", "paged"])
 def test_a_cache_implementation_beside_ours(model, cache, implementation):
-    """transformers refuses it in its own words; what matters is that nothing runs without our cache, and ours stays usable."""
+    """transformers raises its own error; the test checks that nothing was stored, and that the compressed cache stays usable."""
     with pytest.raises(ValueError, match=r"cache_implementation|continuous batching|paged"):
         model.generate(**left_padded([9]), past_key_values=cache, cache_implementation=implementation, max_new_tokens=3)
     assert cache.get_seq_length() == 0
@@ -404,7 +405,7 @@ def cache(model):
 
 
 def used_rightly(model, cache) -> bool:
-    """A refused request must leave a cache that still works."""
+    """Whether the cache still generates the same tokens as a new one, after a refused call."""
     inputs = left_padded([20, 40], seed=4)
     found = model.generate(**inputs, past_key_values=cache, max_new_tokens=4, do_sample=False)
     with compress(model, method="kivi", residual=32) as fresh:
@@ -429,7 +430,8 @@ def test_a_cache_that_is_not_to_be_used(model, cache):
 
 @pytest.mark.parametrize("length", [3, 10])
 def test_a_shorter_text_on_a_cache_that_holds_another(length):
-    """Such as the second call of a pipeline: of the new text nothing would be left behind what the cache holds."""
+    """As in a pipeline's second call: `generate` drops as many tokens of the text as the cache holds, so none of it would be
+    left."""
     model = random_model("llama")
     with compress(model, "kivi") as cache:
         model.generate(torch.arange(2, 22)[None], past_key_values=cache, max_new_tokens=3)

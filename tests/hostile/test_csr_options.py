@@ -1,4 +1,5 @@
-"""Wrong requests to CSR, and artifacts that do not suit them: one line each, with the value, the range and the remedy."""
+"""Wrong options of the method `csr`, and artifacts that do not fit them: each raises one line with the value, the range and a
+remedy."""
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ pytestmark = pytest.mark.arithmetic
 
 NAN = float("nan")
 TIERS = [[16, 0.2], [4, 0.8]]
-ATOMS = 128  # of the artifact's dictionaries: 64 for each of 2 KV heads
+ATOMS = 128  # atoms of the artifact's dictionaries, 64 for each of 2 KV heads
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +29,7 @@ def artifact(model):
 
 
 def changed(artifact: Artifact, **tensors: torch.Tensor | None) -> Artifact:
-    """With other tensors (`keys_dictionary=...`), without those that are None."""
+    """The artifact with other tensors (`keys_dictionary=...`), and without those that are None."""
     named = {name.replace("_", ".", 1): tensor for name, tensor in tensors.items()}
     kept = {name: tensor for name, tensor in (artifact.tensors | named).items() if tensor is not None}
     return Artifact(kept, artifact.fingerprint, artifact.provenance, artifact.clip_bits)
@@ -41,7 +42,7 @@ def atoms(groups: int, count: int, width: int) -> torch.Tensor:
 
 
 def refused(model, artifact, options, kind=ValueError) -> str:
-    """The line, from a model that is as it was."""
+    """Assert that `compress` refuses the options and leaves the model unchanged; return the message."""
     before = model.config._attn_implementation
     with pytest.raises(kind, match=r"\S") as error:
         compress(model, "csr", artifact, **options)
@@ -84,7 +85,7 @@ WRONG_OPTIONS = [
         ({"reverse_share": wrong}, ["reverse_share must be a number from 0", "to 1", repr(wrong), "0.5 is usual"])
         for wrong in (-0.1, 1.5, NAN, "0.5", None, True, [0.5])
     ),
-    # Whatever the sparsity: more of it would be no remedy.
+    # With any sparsity: another sparsity would be no remedy.
     *(({"value_chunks": wrong}, [f"value_chunks={wrong}", "divide 32 channels"]) for wrong in (3, 5, 64)),
     *(
         ({"value_chunks": wrong, "sparsity": 3 * wrong}, [f"value_chunks={wrong}", "divide 32 channels"])
@@ -164,7 +165,7 @@ def test_wrong_options(model, artifact, options, parts, own):
 
 @pytest.mark.parametrize("index", ["packed", "int16"])
 def test_more_atoms_than_an_index_can_name(model, artifact, index):
-    """65,536 with those of the artifact; one less is taken."""
+    """65,536 atoms, those of the artifact included, are accepted; one more is refused."""
     for chosen, online in ((artifact, 2**16 - ATOMS), (None, 2**16)):
         compress(model, "csr", chosen, online=online, index=index).release()
         text = refused(model, chosen, {"online": online + 1, "index": index})
@@ -196,7 +197,7 @@ def test_an_artifact_without_dictionaries(model, artifact, stream, options):
 
 
 def test_an_artifact_without_layer_groups(artifact):
-    """The artifact itself cannot be made, or read."""
+    """Without layer groups the artifact itself cannot be made."""
     with pytest.raises(ArtifactError, match=r"'keys\.dictionary'.*'keys\.layer_groups' is not.*calib fit") as error:
         changed(artifact, keys_layer_groups=None)
     message(error)
@@ -204,7 +205,7 @@ def test_an_artifact_without_layer_groups(artifact):
 
 @pytest.mark.parametrize(("chunks", "width"), [(1, 32), (4, 8), (8, 4)])
 def test_value_chunks_that_a_dictionary_was_not_fitted_for(model, artifact, chunks, width):
-    """It has atoms of 16 channels: 2 chunks of 32."""
+    """The dictionary has atoms of 16 channels, for 2 chunks of a head of 32."""
     text = refused(model, artifact, {"value_chunks": chunks})
     assert all(part in text for part in ("16 channels", str(width), "leave value_chunks out", "fit again")), text
     other = dictionaries(model, ATOMS // 2, value_chunks=chunks)
@@ -214,7 +215,7 @@ def test_value_chunks_that_a_dictionary_was_not_fitted_for(model, artifact, chun
 
 
 def test_key_chunks_that_a_dictionary_was_not_fitted_for(model, artifact):
-    """`value_chunks` has no part in it: to name it would be no remedy."""
+    """The message does not name `value_chunks`, which would be no remedy."""
     narrow = changed(artifact, keys_dictionary=atoms(2, ATOMS, 16))
     compress(model, "csr", narrow).release()  # without the option it is the artifact's
     for chosen, chunks, widths in ((artifact, 2, ("16 channels", "32 channels")), (narrow, 1, ("32 channels", "16"))):
@@ -262,7 +263,7 @@ LONG |= {"short_factor": [1.0] * 16, "long_factor": [2.0] * 16}
     ids=["dynamic", "longrope", "interleaved", "none"],
 )
 def test_a_rope_that_cannot_be_turned(make, reason, options):
-    """The remedy is another method: `csr` has no option for it."""
+    """The message names another method as the remedy, and no option `positions`, which `csr` does not have."""
     model = make()
     text = refused(model, None, options)
     assert text.startswith(type(model).__name__) and reason in text and "such as 'kivi'" in text, text

@@ -1,4 +1,4 @@
-"""Layer groups, divergences and dictionaries that no fit would write, each refused in one clear line."""
+"""Malformed layer groups, divergences and dictionaries in an artifact: each is refused in one line."""
 
 import math
 
@@ -11,14 +11,14 @@ from calib.runtime.artifact.artifact import ArtifactError
 
 
 def changed(name: str, change) -> dict[str, torch.Tensor]:
-    """The toy's tensors, one of them put through `change`."""
+    """The toy artifact's tensors, with `change` applied to one of them."""
     tensors = toy_tensors()
     tensors[name] = change(tensors[name].clone())
     return tensors
 
 
 def put(position, value):
-    """A change of one entry."""
+    """A change that sets one entry."""
 
     def change(tensor):
         tensor[position] = value

@@ -1,4 +1,5 @@
-"""What a person can get wrong with `calib eval`: each is one line and status 2, before anything is measured."""
+"""Wrong configurations and arguments of `calib eval`: each gives one line and status 2, before anything is measured. Broken models
+fail their cells, with status 1."""
 
 import json
 
@@ -20,7 +21,7 @@ def model(tmp_path_factory):
 
 
 def ask(tmp_path, model, capsys, content, *words):
-    """The status and the error of a run."""
+    """Run `calib eval` with this configuration and further words; return its status and standard error."""
     file = tmp_path / "asked.yaml"
     file.write_text(content if isinstance(content, str) else yaml.safe_dump({"model": model, **GOOD, **content}))
     status = cli.main(["eval", "--config", str(file), "--output", str(tmp_path / "out"), *words])

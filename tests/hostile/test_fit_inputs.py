@@ -1,4 +1,4 @@
-"""What `calib fit` says to bad input: one line, status 2 for the request and 1 for what could not be carried out."""
+"""Bad input of `calib fit`: one line, with status 2 for a wrong request and 1 for one that fails while it runs."""
 
 import os
 import signal
@@ -24,7 +24,7 @@ SMALL = [
 def elsewhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WANDB_MODE", "disabled")
-    # A hub nobody answers for: the tests must not depend on a network being there or not.
+    # A hub address that does not resolve, so that tests do not depend on a network.
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "https://hub.invalid")
 
 
@@ -39,7 +39,7 @@ def words(toy: Path, *more: str) -> list[str]:
 
 
 def refused(capsys, status: int, arguments: list[str]) -> str:
-    """Runs, and returns the one line on stderr; nothing may have been written where the artifact would be."""
+    """Run `calib` with these arguments; return the one line on stderr. Asserts the status, and that no artifact was written."""
     capsys.readouterr()
     assert main(arguments) == status
     error = capsys.readouterr().err.strip().splitlines()

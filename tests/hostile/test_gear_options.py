@@ -1,4 +1,4 @@
-"""Wrong requests to GEAR, its presets and `corrections`: one line each, with the value, the range and the remedy."""
+"""Wrong options of `gear`, its presets and `corrections`: each raises one line with the value, the range and a remedy."""
 
 import pytest
 from cases import calibrated_artifact
@@ -187,7 +187,7 @@ def test_what_an_artifact_cannot_give(model, artifact, method, options, parts):
     ],
 )  # fmt: skip
 def test_what_an_artifact_does_not_hold(model, artifact, method, options, missing, parts):
-    """By name, with what measures it, and what there is instead."""
+    """The message names the missing tensor, the setting of `calib fit` that measures it, and the tensors that the artifact has."""
     with pytest.raises(ArtifactError, match=r"\S") as error:
         compress(model, method, without(artifact, missing), **options)
     text = str(error.value)
@@ -195,7 +195,8 @@ def test_what_an_artifact_does_not_hold(model, artifact, method, options, missin
 
 
 def test_what_is_not_used_is_not_asked_for(model, artifact):
-    """Thresholds without low rank, a basis without outliers, nothing at all where statistics are the prompt's."""
+    """Only tensors that are used are required: thresholds if the rank is 0, the basis without outliers, and none with statistics of
+    the prompt."""
     for missing, options in (
         (".residual.", {"rank": 0, "decode_rank": 0, **CALIBRATED}),
         (".outliers.", {"outliers": 0.0, **CALIBRATED}),

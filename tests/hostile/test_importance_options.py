@@ -1,4 +1,5 @@
-"""Wrong requests to the methods by importance: one line each, with the value, the range and the remedy."""
+"""Wrong options of the methods that use importance (`zipcache`, `mikv`, `h2o`, `oracle`, `streaming_llm`): each raises one line
+with the value, the range and a remedy."""
 
 import pytest
 from cases import calibrated_artifact
@@ -15,7 +16,7 @@ def model():
 
 
 NAN = float("nan")
-# Ratios and shares, tiers, budgets and windows, probes.
+# Method, wrong options, and parts that the message must have.
 WRONG_OPTIONS = [
     *(
         (method, {"ratio": ratio}, ["ratio", "(0, 1]", repr(ratio)])
@@ -172,7 +173,7 @@ def test_wrong_options(model, method, options, parts):
 
 
 def test_an_artifact_without_a_statistic_that_is_not_used(model):
-    """Without the balancer, and from the prompt, nothing of it is read."""
+    """The tensor of the balancer is not required without a balancer, or with statistics of the prompt."""
     whole = calibrated_artifact(model)
     tensors = {name: tensor for name, tensor in whole.tensors.items() if name != "keys.balancer"}
     artifact = Artifact(tensors, whole.fingerprint, whole.provenance, whole.clip_bits)

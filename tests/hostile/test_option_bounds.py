@@ -1,4 +1,4 @@
-"""Every whole number among the options has an upper end: a typing error is one line, not a machine that never answers."""
+"""Every integer option of the methods has an upper bound, so a typing error gives one line and does not exhaust the machine."""
 
 from dataclasses import fields
 
@@ -21,7 +21,7 @@ BESIDE = {("klt", "bytes"): {"context": 64}, ("klt", "context"): {"bytes": 64}, 
 
 
 def built_and_used(name, options):
-    """Some options are checked with the model only."""
+    """Build the method, and compress a model with it: some options are checked only against the model."""
     build(name, options)
     compress(random_model("llama"), name, **options)
 
@@ -45,7 +45,7 @@ def test_corrections_have_an_end_too(option):
 
 @pytest.mark.full
 def test_a_window_longer_than_any_text_answers_at_once():
-    """The lengths at which the two streams' schedules are compared do not grow with the window."""
+    """The time to check that keys and values have compatible schedules does not grow with the window."""
     model, inputs = random_model("llama"), left_padded([40, 30])
     with compress(model, "kivi", residual=MOST) as cache:
         compressed = generate(model, inputs, cache).sequences

@@ -1,4 +1,4 @@
-"""Wrong requests to SpeCache, InfLLM and offload: one line each, with the value, the range and the remedy."""
+"""Wrong options of `specache`, `infllm` and `offload`: each raises one line with the value, the range and a remedy."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def model():
 
 
 def refused(model, method: str, options: dict) -> str:
-    """The line, from a model that is as it was."""
+    """Assert that `compress` refuses the options and leaves the model unchanged; return the message."""
     before = model.config._attn_implementation
     with pytest.raises(ValueError, match=r"\S") as error:
         compress(model, method, **options)
@@ -83,7 +83,7 @@ SPECACHE = [
     ({"residual": {"keys": 64, "values": 0}}, ["residual of values must be a whole number", "at least 1", "got 0"]),
     ({"residual": {"keys": 64, "values": 62}}, ["values would be encoded before the keys", "at least as early"]),
     ({"bits": {"keys": 2, "values": 9}}, ["bits of values", "1 ... 8", "got 9"]),
-    # Corrections of the low-bit copy, wherever they stand, are checked as any.
+    # Corrections of the low-bit copy are checked like those of other methods.
     ({"corrections": 5}, ["corrections must be a mapping", "5"]),
     ({"corrections": {"outliers": 2}}, ["outliers must be a share from 0 to 1, got 2"]),
     ({"corrections": {"outlier": 0.1}}, ["'outlier'", "did you mean 'outliers'?"]),
@@ -174,7 +174,7 @@ def test_what_lies_at_the_edge_is_taken(model, method, options):
 
 @pytest.mark.full
 def test_corrections_are_those_of_the_low_bit_copy(model):
-    """The same wherever they are said."""
+    """Corrections have the same effect as an option of `specache` and within `low`, and they do have one."""
     found, corrections = [], {"outliers": 0.05}
     for options in (
         {"corrections": corrections},

@@ -1,4 +1,4 @@
-"""A sample of the campaign of damaged prefix files; `campaign_prefixes.py` runs as many as are asked for."""
+"""A sample of the campaign of damaged prefix files (`campaign_prefixes.py`)."""
 
 from random import Random
 
@@ -9,7 +9,7 @@ from saved_prefixes import BASES
 
 from tests.hostile.campaign_prefixes import campaign
 
-# One of every kind of store; which cases a run of the whole campaign meets does not follow from these.
+# One of every kind of store. The whole campaign runs over all of `BASES`.
 SAMPLE = [
     ("kivi-2-short", "llama", 1.0),
     ("zipcache-short", "qwen3-mixed", 1.0),
@@ -35,11 +35,11 @@ def test_damaged_files_are_refused_in_a_line_or_used_without_harm():
     finally:
         torch.set_num_threads(threads)
     assert not found["wrong"], found["wrong"][:3]
-    assert found["refused"] > CASES // 3 and found["accepted"] > CASES // 20  # it does meet both
+    assert found["refused"] > CASES // 3 and found["accepted"] > CASES // 20  # both occur
 
 
 def test_what_a_case_does_to_a_value_does_not_reach_the_next():
-    """Else a seed and a number would not give it again."""
+    """Drawn lists and mappings are copies: otherwise a seed and a number would not reproduce a case."""
     containers = {id(value) for value in NUMBERS if isinstance(value, list | dict)}
     drawn = [any_number(Random(number)) for number in range(500)]
     assert any(isinstance(value, list) for value in drawn)

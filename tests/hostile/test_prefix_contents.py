@@ -1,6 +1,7 @@
-"""Prefix files whose checksums are right and whose contents are not: each is refused in one line, at no more memory than its size.
+"""Prefix files with correct checksums and wrong contents: each is refused in one line.
 
-`outcome` limits time and memory; what it does not call "refused" is an exception of another kind, memory, or logits that are NaN.
+`outcome` limits time and memory. Its results other than "refused" and "accepted" are another exception, a hang, too much memory, or
+logits of NaN.
 """
 
 import json
@@ -22,7 +23,7 @@ NAN, HUGE = float("nan"), 10**12
 
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory):
-    """Saved caches by case (of a model that slides in one layer: "case sliding"), each made once."""
+    """Saved caches by name of their case, each made once; "case sliding": of a model with sliding-window attention in one layer."""
     folder, made = tmp_path_factory.mktemp("bases"), {}
 
     def base(name: str) -> Base:
@@ -35,7 +36,7 @@ def bases(tmp_path_factory):
 
 
 def refused(base: Base, path, data: bytes) -> str:
-    """The line that refuses a file."""
+    """Assert that the file is refused; return the message."""
     path.write_bytes(data)
     kind, told = outcome(base, path, len(data))
     assert kind == "refused", told
@@ -43,7 +44,7 @@ def refused(base: Base, path, data: bytes) -> str:
 
 
 def numbers(**values):
-    """Sets numbers by path; a double underscore is a slash."""
+    """A change that sets numbers of the document by their paths; a double underscore stands for a slash."""
 
     def change(file: File) -> None:
         for name, value in values.items():
@@ -54,7 +55,7 @@ def numbers(**values):
 
 
 def tensors(ending: str, value):
-    """Fills the tensors whose names end so."""
+    """A change that fills the tensors whose names end with `ending`."""
 
     def change(file: File) -> None:
         chosen = [name for name in file.tensors if name.endswith(ending)]
@@ -66,7 +67,7 @@ def tensors(ending: str, value):
 
 
 def one_entry(ending: str, value):
-    """Sets the last entry of one such tensor."""
+    """A change that sets the last entry of the first tensor whose name ends with `ending`."""
 
     def change(file: File) -> None:
         file.tensors[next(name for name in file.tensors if name.endswith(ending))].view(-1)[-1] = value
@@ -200,7 +201,7 @@ def test_what_is_forged_is_refused(bases, tmp_path, name):
     base = bases(case)
     file = File.of(base.data)
     change(file)
-    if told is None:  # harmless, or refused: `outcome` says whether it is one of both
+    if told is None:  # may be refused or accepted
         (tmp_path / "forged").write_bytes(file.data())
         kind, words = outcome(base, tmp_path / "forged", len(file.data()))
         assert kind in ("refused", "accepted"), words
@@ -224,7 +225,7 @@ def test_the_largest_numbers_that_are_accepted_give_finite_logits(tmp_path, case
 
 
 def header(change):
-    """Changes the header of one tensor."""
+    """A change of the header's entry of the first tensor."""
 
     def edit(data: bytes) -> bytes:
         file = File.of(data)

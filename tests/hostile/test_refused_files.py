@@ -1,4 +1,4 @@
-"""A file that the user named and that is refused: one line and status 2, from every command that takes one."""
+"""Malformed files given to each command that reads a file: one line and status 2."""
 
 import json
 from importlib.util import find_spec
@@ -44,7 +44,7 @@ def elsewhere(tmp_path, monkeypatch):
 
 
 def refused(capsys, words: list[str], model: Path | str) -> str:
-    """The one line of a command that ends with status 2."""
+    """Run a command; assert status 2 and one line of calib's without a traceback; return the line."""
     capsys.readouterr()
     assert main([word.replace("MODEL", str(model)) for word in words]) == 2
     error = capsys.readouterr().err
@@ -64,7 +64,7 @@ def test_no_artifact(toy, capsys, command, content):
 
 @pytest.mark.parametrize("form", [[], ["--json"], ["--html=page.html"]])
 def test_a_tuned_record_that_is_none(capsys, form):
-    """It is read after the artifact was loaded, by whoever follows or shows it."""
+    """A malformed record of `calib tune` in a good artifact is refused by the commands that interpret it, not by loading."""
     toy_artifact(provenance={"tuned": {"version": 1, "choices": [{"method": "kivi"}]}}).save("bad.file")
     if form == ["--json"]:  # shows what the file says and follows nothing
         assert main(["inspect", "bad.file", *form]) == 0
@@ -82,7 +82,7 @@ def test_no_text_and_no_run(toy, capsys, command, content):
 
 @pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in SIZES.items() for value in values])
 def test_a_model_of_impossible_sizes(toy, capsys, name, value):
-    """Some are refused by transformers before we see them; none is built for hours."""
+    """Impossible sizes in a model's configuration are refused, by transformers or by calib, before the model is built."""
     save_toy(Path("model"))
     config = json.loads(Path("model/config.json").read_text())
     Path("model/config.json").write_text(json.dumps(config | {name: value}))

@@ -1,4 +1,4 @@
-"""The page of the campaigns is that of its run, the run is whole, and a count that must be 0 is seen."""
+"""docs/results/hostile.md follows from the stored run; the run is complete and clean; counts that must be 0 are checked."""
 
 import json
 import sys

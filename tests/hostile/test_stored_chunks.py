@@ -1,4 +1,5 @@
-"""Blobs of a shared store: whatever is not a whole blob of this codec is refused in a line, before anything is allocated for it."""
+"""Blobs from a shared store: anything but an intact blob of this codec is refused in one line, before memory is allocated for
+it."""
 
 import struct
 from random import Random
@@ -17,7 +18,7 @@ from calib.runtime.storage import Header
 pytestmark = pytest.mark.arithmetic
 
 TOKENS = 9
-EXACT = 2 * 2 * 64 * 4  # bytes of an exact token: keys and values, layers, channels, float32
+EXACT = 2 * 2 * 64 * 4  # bytes of an exact token: keys and values, 2 layers, 64 channels, float32
 WHOLE = {"<B": [0, 4, 255], "<H": [0, 2, 2**16 - 1], "<I": [0, 1, 3, 2**16, 2**31 - 1, 2**31, 2**32 - 1]}
 HUGE = {
     "<Q": [2**30 - TOKENS + 1, 2**31, 2**62, 2**63 - 1, 2**63, 2**64 - 1],
@@ -38,13 +39,14 @@ def codec(model):
 
 @pytest.fixture(scope="module")
 def blob(codec, model):
-    """Of a chunk that begins within the first tokens of a text: two of them are exact."""
+    """The blob of a chunk that begins at position 2: the codec stores two of its tokens exactly."""
     return codec.encode(chunk_of(model, TOKENS), 2).numpy().tobytes()
 
 
 @pytest.fixture
 def refused(codec, monkeypatch):
-    """Says how a blob is refused; it fails where memory is asked for first."""
+    """A function that asserts that a blob is refused, without allocating memory before (unless `allocated`), and returns the
+    message."""
 
     def none(*_, **__):
         raise AssertionError("memory was asked for before the blob was refused")
@@ -83,7 +85,7 @@ def test_truncated_and_longer_blobs_are_refused(refused, blob):
 
 @pytest.mark.parametrize("name", NUMBERS)
 def test_numbers_that_are_not_ours_are_refused(refused, blob, name):
-    """With the checksum that fits them."""
+    """Wrong numbers in the header, with a correct checksum."""
     form, at = NUMBERS[name]
     for number in {**WHOLE, **HUGE}[form] if name != "payload" else FIXED[form]:
         data = bytearray(blob)
@@ -93,7 +95,7 @@ def test_numbers_that_are_not_ours_are_refused(refused, blob, name):
 
 
 def test_lengths_that_agree_with_each_other_and_with_no_blob_are_refused(refused, codec, blob):
-    """A header that asks for the memory of a billion tokens, in a blob of nine."""
+    """Numbers of tokens and payload bytes that fit each other but not the blob of nine tokens, up to billions of tokens."""
     data = bytearray(blob)
     for tokens in (TOKENS - 1, TOKENS + 1, 2**30 - 101, 2**32 - 1):
         struct.pack_into("<I", data, 36, tokens)
@@ -102,7 +104,7 @@ def test_lengths_that_agree_with_each_other_and_with_no_blob_are_refused(refused
 
 
 def test_positions_and_counts_out_of_range_are_refused_where_all_lengths_agree(refused, codec, model):
-    """No token, and positions beyond those that any cache has."""
+    """A chunk of no token, and positions beyond those of any cache, with correct lengths and checksum."""
     blob = codec.encode(chunk_of(model, TOKENS), 100).numpy().tobytes()
     for start in (2**30 - TOKENS + 1, 2**31, 2**63, 2**64 - 1):
         data = bytearray(blob)
@@ -163,7 +165,7 @@ def test_what_is_no_blob_is_refused(refused, blob):
 
 
 def test_thousands_of_changes_at_once(refused, blob):
-    """Runs of bytes overwritten, moved, doubled or cut, with and without a checksum that fits."""
+    """2,000 blobs with runs of bytes overwritten, copied, inserted or cut. (The checksum is not corrected.)"""
     draw, good = Random(2), 0
     for _ in range(2000):
         data = bytearray(blob)
@@ -190,7 +192,8 @@ def test_exact_tokens_that_are_not_finite_are_refused(refused, blob):
 
 
 def test_codes_with_a_checksum_that_fits_decode_to_something_finite(codec, model):
-    """Whoever can write to the store can write any codes: no authentication, but nothing that crashes or is NaN."""
+    """A writer of the store can write any codes, since a checksum is no authentication; they decode to finite numbers all the
+    same."""
     draw, blob = Random(3), codec.encode(chunk_of(model, TOKENS), 100).numpy().tobytes()
     for fill in (b"\0", b"\xff", b"\x80", None):
         rest = draw.randbytes(len(blob) - HEADER) if fill is None else fill * (len(blob) - HEADER)
@@ -199,7 +202,7 @@ def test_codes_with_a_checksum_that_fits_decode_to_something_finite(codec, model
 
 
 def test_a_store_that_is_overwritten_while_it_is_read_changes_nothing(codec, blob, monkeypatch):
-    """What is decoded is what was checked: a copy."""
+    """`decode` checks and decodes a copy of the bytes."""
     shared, wanted = bytearray(blob), codec.decode(blob)
     along = codec.rotation.along
 

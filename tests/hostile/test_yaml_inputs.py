@@ -1,4 +1,4 @@
-"""Hostile YAML, in files and on the command line, to every command that reads some: one line, status 2, at once."""
+"""Hostile YAML, in files and on the command line, for every command that reads YAML: one line and status 2, without delay."""
 
 import time
 from itertools import pairwise
@@ -11,14 +11,14 @@ from calib.yaml_input import DEPTH, NODES, RefusedYamlError, load_yaml
 
 
 def bomb(key: str, levels: int = 40) -> str:
-    """A list of nine lists of nine lists ...: 9 ** `levels` values in as many lines."""
+    """A list of nine lists of nine lists and so on: 9 ** `levels` values in `levels` lines."""
     lines = ["x0: &x0 [a]"]
     lines += [f"x{n}: &x{n} [{', '.join([f'*x{n - 1}'] * 9)}]" for n in range(1, levels)]
     return "\n".join([*lines, f"{key}: *x{levels - 1}\n"])
 
 
 def merges(levels: int = 40) -> str:
-    """The same out of mappings merged into each other."""
+    """The same with mappings that are merged into each other."""
     lines = ["x0: &x0 {a: 1}"]
     lines += [f"x{n}: &x{n} {{'<<': [{', '.join([f'*x{n - 1}'] * 9)}], k{n}: 1}}" for n in range(1, levels)]
     return "\n".join([*lines, ""])
@@ -58,7 +58,7 @@ def elsewhere(tmp_path, monkeypatch):
 
 
 def refused(capsys, words: list[str]) -> str:
-    """The one line; at once, nothing written."""
+    """Run a command; assert status 2, one short line, within 20 seconds, and no new file; return the line."""
     before, begin = sorted(Path.cwd().iterdir()), time.monotonic()
     capsys.readouterr()
     assert main(words) == 2
@@ -80,7 +80,7 @@ def test_files(command, kind, capsys):
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_wrong_kinds_of_files(command, capsys):
-    """A list, nothing, a folder, a name of a file that is not there."""
+    """A file with a list, an empty one, one with a number; a missing file; a folder."""
     for content in ("- 1\n- 2\n", "", "7"):
         Path("hostile.yaml").write_text(content)
         refused(capsys, COMMANDS[command])
@@ -113,7 +113,7 @@ def test_values_on_the_command_line(words, kind, capsys):
 
 
 def test_a_file_named_within_a_file(capsys):
-    """The parser of `calib fit` reads it by itself."""
+    """The parser of `calib fit` reads a file that a configuration names; it is checked, too."""
     Path("model.yaml").write_text(bomb("path"))
     Path("fit.yaml").write_text("model: model.yaml\noutput: x.safetensors\n")
     refused(capsys, ["fit", "--config", "fit.yaml"])
