@@ -1,4 +1,4 @@
-"""One page a command: the flags and defaults of its tables are those of the command's own parser."""
+"""docs/commands has one page per command, whose tables list the flags and defaults of the command's own parser."""
 
 import contextlib
 import io
@@ -18,14 +18,14 @@ from calib.export.artifact.command import part_of
 from calib.runtime import Artifact
 from calib.runtime.methods.klt import Klt
 
-# What a page says once for all: Lightning's options, and groups of options that may lie in a file of their own.
+# Options that pages do not list: Lightning's, and groups that may be given as a file.
 LIGHTNING = ("--trainer", "--checkpoint")
 GROUPS = {"--model", "--data", "--model.dictionary", "--data.train", "--data.validation"}
 ROW = re.compile(r"^\| `(--[\w.-]+)` \|(.*?)\| (.+) \|$", re.M)
 
 
 def listed(command: str, section: str = "") -> dict[str, str]:
-    """The flags of a page's tables (or of one section) with their defaults, "" where there is none."""
+    """Flags in the tables of a page (or of one section) and their defaults, "" for none."""
     text = text_of(f"docs/commands/{command}.md")
     if section:
         text = text.partition(f"\n## {section}\n")[2].partition("\n## ")[0]
@@ -43,7 +43,7 @@ class Caught(Exception):
 
 
 def of_parser(monkeypatch: pytest.MonkeyPatch, *words: str) -> dict[str, str]:
-    """The flags of a command with their defaults, from the parser that it makes; "" for none and for a switch."""
+    """Flags and defaults of a command, from the parser that it builds; "" for no default and for a switch."""
 
     def catch(self: Parser, *_: Any) -> None:
         if words[0] != "export" or self.prog != "calib export":
@@ -63,7 +63,7 @@ def of_parser(monkeypatch: pytest.MonkeyPatch, *words: str) -> dict[str, str]:
 
 @cache
 def helped(command: str) -> dict[str, str]:
-    """The flags of a Lightning command's help, with the defaults that it prints; "" where it prints none."""
+    """Flags and printed defaults in the help text of a Lightning command, "" for none."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
         cli.main([command, "--help"])
@@ -115,7 +115,8 @@ def test_keys_that_may_be_flags(command, request_class):
 
 
 def test_what_the_page_exports_for_klt_is_coded_as_with_the_whole_artifact():
-    """Without sizes `klt` would code components alone, which loses more, and say nothing."""
+    """The exported tensors suffice for the default coding of `klt`: without sizes it would silently code components only, which is
+    less accurate."""
     whole = Artifact.load(ROOT / "artifacts/smollm2-135m.klt.calib.safetensors")
     row = re.search(r"^\| `klt` \| `([^`]+)`", text_of("docs/commands/export.md"), re.M)
     assert row

@@ -1,4 +1,4 @@
-"""Every command in a block of the documents runs: at toy size, with status 0, and what it says it writes is there."""
+"""Every command in a code block of the documents runs at toy size: with status 0, and it writes the files that it names."""
 
 import re
 from importlib.util import find_spec
@@ -10,7 +10,7 @@ from documented_runs import ADDITIONS, kind_of, run
 
 from calib.statistics.residual_basis import residual_forms
 
-# What is not run here, and why; a pattern of the whole command.
+# Commands that are not run here (a pattern of the whole command), and why.
 NOT_RUN = {
     r"make .*": "two of them are what CI runs, the others take minutes to hours: test_quotations.py checks their recipes",
     r"vllm serve .*": "an engine, which `make vllm` and `make lmcache` run; tests/export reads exported folders with "
@@ -37,12 +37,12 @@ def reason(command: Command) -> str | None:
 
 
 def shape(command: Command) -> tuple[str, ...]:
-    """The words without where the results go, and without the configurations' folders."""
+    """Words and environment of a command without the output, the number of threads and the folder of a configuration."""
     line = re.sub(r" --(output|threads) \S+", "", str(command))
     return (*re.sub(r"(--config )\S*/", r"\1", line).split(), *map(str, command.environment))
 
 
-# The first of each shape: tables of results repeat the documents' commands with other folders.
+# The first command of each shape: pages of results repeat the documents' commands with other folders.
 FIRST = {shape(command): command for command in reversed(COMMANDS) if reason(command) is None}
 RUN = sorted(FIRST.values(), key=COMMANDS.index)
 
@@ -85,7 +85,7 @@ def test_a_documented_command_runs(command, sandbox, capsys):
 
 
 def test_nothing_is_left_out_or_added_without_need():
-    """Every reason stands for a command, every addition is somewhere in use, and most commands are run."""
+    """Every pattern of `NOT_RUN` matches a command, every addition is used, and enough commands are run."""
     left = [str(command) for command in COMMANDS if reason(command)]
     assert not [pattern for pattern in NOT_RUN if not any(re.fullmatch(pattern, line) for line in left)]
     assert {*ADDITIONS} <= {kind_of(command) for command in RUN}
@@ -94,7 +94,7 @@ def test_nothing_is_left_out_or_added_without_need():
 
 @pytest.mark.parametrize("channels", [64, 96, 128, 256])
 def test_the_fit_before_an_evaluation_has_the_bases_of_its_rows(channels):
-    """Of GEAR's backbone and of MiKV's groups of half a head, whatever the channels of the user's model are."""
+    """The fit measures residual bases for GEAR's backbone and for MiKV's groups of half a head, for any head_dim."""
     command = next(one for one in COMMANDS if one.document == "docs/how_to_choose.md" and kind_of(one) == "fit")
     forms = yaml.safe_load(command.values("--model.residual_forms")[0])
     found = {(form.stream, form.name) for form in residual_forms(channels, forms)}

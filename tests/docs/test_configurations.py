@@ -1,4 +1,4 @@
-"""YAML blocks of the documents: requests that are taken as they stand, each of whose methods is planned."""
+"""YAML blocks of the documents are valid requests of `calib eval` or `calib bench`, and each of their methods can be planned."""
 
 import json
 from importlib.util import find_spec
@@ -29,7 +29,7 @@ def test_there_are_configurations():
 
 @pytest.mark.parametrize(("document", "block"), BLOCKS, ids=lambda part: getattr(part, "line", part))
 def test_every_method_of_a_configuration_is_planned(document, block, fitted, tmp_path, monkeypatch):
-    """Its columns are built too; lm-eval's only where lm-eval is installed, without which they are refused."""
+    """The request's columns are built, too; those of lm-eval only if it is installed."""
     monkeypatch.chdir(tmp_path)
     content = yaml.safe_load(block.text)
     for path in (row["results"] for row in content["methods"] if "results" in row):
@@ -42,7 +42,7 @@ def test_every_method_of_a_configuration_is_planned(document, block, fitted, tmp
         asked = [task for task in content.get("tasks", []) if task["task"] != "lm_eval" or find_spec("lm_eval")]
         request = Request.of({**content, "tasks": asked or [{"task": "retrieval"}]}, "eval")
         titles = request.titles()
-    if "papers" in document:  # another model's figures are not to be had from the default
+    if "papers" in document:  # the papers' figures are of other models than the default
         assert request.model != "artifacts/tiny-llama"
     own = Geometry(**{name: fitted.fingerprint[name] for name in ("layers", "kv_heads", "head_dim")})
     for entry in request.methods:

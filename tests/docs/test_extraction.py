@@ -1,4 +1,4 @@
-"""What is read out of a document, on a made-up one; and that the real ones yield what they should."""
+"""Extraction of commands, blocks and snippets from a document: on a sample, and the least numbers from real documents."""
 
 import pytest
 from documented import block_commands, blocks, documents, inline_commands, snippets, text_of

@@ -1,4 +1,4 @@
-"""Links of the documents lead somewhere: on GitHub from any document, in the site from those below docs/."""
+"""Links of the documents have a target: on GitHub in any document, and in the documentation site for those below docs/."""
 
 import re
 from pathlib import Path
@@ -11,7 +11,7 @@ ELSEWHERE = re.compile(r"[a-z]+:")
 
 
 def prose(document: str) -> list[str]:
-    """The lines of a document; those of blocks are empty."""
+    """Lines of a document, with empty lines for those of code blocks."""
     lines = text_of(document).splitlines()
     for block in blocks(text_of(document)):
         lines[block.line - 1 : block.line - 1 + len(block.lines)] = [""] * len(block.lines)
@@ -23,7 +23,7 @@ def links(document: str) -> list[str]:
 
 
 def anchors(document: str) -> set[str]:
-    """What GitHub, and the site, make of the headings."""
+    """Anchors of a document's headings, as GitHub and the site build them."""
     headings = [line.lstrip("#") for line in prose(document) if re.match(r"#{1,6} ", line)]
     return {re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-") for heading in headings}
 
@@ -43,7 +43,7 @@ def test_a_link_leads_to_a_file_and_a_heading(document, link):
 
 
 def test_a_page_has_one_title():
-    """Two are two pages in one file, or a page that is there twice."""
+    """Two titles would be two pages in one file, or a page twice."""
     titles = {name: [line for line in prose(name) if line.startswith("# ")] for name in documents()}
     assert {name: found for name, found in titles.items() if len(found) > 1} == {}
 

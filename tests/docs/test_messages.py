@@ -1,4 +1,4 @@
-"""Messages that docs/troubleshooting.md quotes are the program's own, word for word but for what it fills in (`…`)."""
+"""Messages that docs/troubleshooting.md quotes are in the code, word for word except for inserted values (`…`)."""
 
 import ast
 
@@ -9,7 +9,7 @@ FILLED = "…"
 
 
 def templates() -> set[str]:
-    """Every text in the code, with `…` where a value is filled in; white space as one space."""
+    """All string literals of the code, with `…` for each inserted value and white space as one space."""
     found = set()
     for folder in ("calib", "runtime", "kernels"):
         for path in sorted((ROOT / folder).rglob("*.py")):

@@ -1,4 +1,5 @@
-"""One page a method: its options, defaults, paper, bits and results are what the code and the committed runs say."""
+"""docs/methods has one page per method, whose options, defaults, paper, bits and results agree with the code and the committed
+runs."""
 
 import json
 import re
@@ -26,7 +27,7 @@ COLUMNS = ["row", "answers", "perplexity", "KL", "bits per value", "marginal bit
 
 
 def table(text: str, heading: str) -> list[list[str]]:
-    """The cells of the first table below a heading, without its header."""
+    """Cells of the first table below a heading, without the table's header."""
     lines = text.partition(f"\n{heading}\n")[2].splitlines()
     rows: list[list[str]] = []
     for line in lines:
@@ -50,7 +51,7 @@ def cells(run: str) -> dict[tuple[str, str], dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def model() -> PreTrainedModel:
-    """One layer with 8 KV heads of 128 channels, in 16 bits: what the pages' marginal bits are of."""
+    """The model of the pages' marginal bits: one layer with 8 KV heads of 128 channels, bfloat16."""
     shape = {"num_hidden_layers": 1, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 128}
     config = LlamaConfig(vocab_size=64, hidden_size=64, intermediate_size=64, **shape)
     return LlamaForCausalLM(config).bfloat16().eval()
@@ -65,7 +66,7 @@ def test_every_method_has_a_page_and_a_row_of_the_index():
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_the_options_of_a_page_are_the_methods(name):
-    """All of them, in the class' order, with the defaults of the class; and a range and a meaning for each."""
+    """The table lists all fields of the class in order, with their defaults, and a range and a meaning for each."""
     rows = table(text_of(f"docs/methods/{name}.md"), "## Options")
     assert [row[0].strip("`") for row in rows] == [field.name for field in fields(OPTIONS[name])]
     for row, field in zip(rows, fields(OPTIONS[name]), strict=True):
@@ -106,7 +107,7 @@ def test_what_a_code_of_each_width_costs(model):
 
 @pytest.mark.full
 def test_bits_of_csr_as_published():
-    """Of the embedded model's shapes, whatever its dictionaries hold."""
+    """For the shapes of the embedded model; random dictionaries suffice."""
     model = AutoModelForCausalLM.from_pretrained(ROOT / "artifacts/tiny-llama", dtype="bfloat16")
     heads, artifact = model.config.num_key_value_heads, dictionaries(model, 256, value_chunks=2)
     files = {"default": "csr.yaml", "published": "csr_paper.yaml"}
@@ -151,7 +152,7 @@ LENGTHS = {
 
 
 def test_infllm_beyond_the_trained_context_is_as_it_was_measured():
-    """Both tables, cell by cell, and the options that the text names."""
+    """Both tables have the committed figures, cell by cell, and the text names the options of the run."""
     run = json.loads((ROOT / "benchmarks/results/infllm_lengths.json").read_text(encoding="utf-8"))
     text = text_of(PAGES["infllm"]).partition("\n## Beyond the trained context\n")[2]
     rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| `")]

@@ -1,4 +1,4 @@
-"""Commands that running text quotes, and those of blocks that are not run: what they name exists, option by option."""
+"""Commands that running text quotes, and commands of blocks: commands, modules, scripts, options, extras and make targets exist."""
 
 import contextlib
 import io
@@ -19,7 +19,7 @@ from calib.runtime.methods import METHODS, options_of
 
 QUOTED = [command for name in documents() for command in inline_commands(text_of(name), name)]
 BLOCKS = [command for name in documents() for command in block_commands(text_of(name), name)]
-# Commands that take further options, by name, than their help lists.
+# Options that a command takes and its help does not list.
 FURTHER = {
     "eval": known_keys(),
     "bench": BenchRequest.known(),
@@ -32,7 +32,7 @@ OTHERS = {"--kv-cache-dtype": "vllm", "--kv-cache-dtype-skip-layers": "vllm", "-
 
 @cache
 def help_text(words: tuple[str, ...]) -> str:
-    """What a command of ours or a module prints for `--help`."""
+    """The output of `--help` of a `calib` command or a Python module."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
         status = cli.main([*words[1:], "--help"]) if words[0] == "calib" else run_python([*words, "--help"])
@@ -41,19 +41,19 @@ def help_text(words: tuple[str, ...]) -> str:
 
 
 def options(command: Command) -> set[str]:
-    """The names of its options."""
+    """Names of a command's options."""
     return {word.partition("=")[0] for word in command.words[2:] if re.match(r"--\w", word)}
 
 
 def known_options(command: Command) -> set[str]:
-    """Those that it may have."""
+    """Names of all options that a command takes."""
     own = command.words[:2] if command.words[0] == "calib" else command.words[:3]
     if command.values("--format"):
         own += ("--format", *command.values("--format"))
     further = [f"--{name.replace('_', mark)}" for name in FURTHER.get(kind_of(command), ()) for mark in "_-"]
     told = help_text(own) + (
         help_text(("calib", "fit")) if kind_of(command) == "merge" else ""
-    )  # whose options it takes
+    )  # merge takes the options of fit
     return {*re.findall(r"--[\w.-]+", told), *further}
 
 
@@ -81,7 +81,7 @@ def test_modules_and_scripts_exist_and_have_the_options():
 
 
 def test_options_alone_are_those_of_some_command():
-    """`--headroom 2` in running text."""
+    """Options that running text quotes without a command, such as `--headroom 2`."""
     formats = [("export", "--format", name) for name in FORMATS]
     ours = [Command("", 0, ("calib", *words)) for words in [*((name,) for name in cli.COMMANDS), *formats]]
     modules = [one for one in MODULES if one.words[1] == "-m" and options(one)]
@@ -105,7 +105,7 @@ def test_extras_to_install_exist():
 
 
 def test_targets_of_make_are_documented_and_print_what_they_would_do():
-    """Each target's line in the Makefile says what it is for after `##`."""
+    """A target is documented by `##` and its purpose in its line of the Makefile."""
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     told = {name for names in re.findall(r"^([\w -]+):.*##", makefile, re.M) for name in names.split()}
     lines = {one.words[1:] for one in QUOTED + BLOCKS if one.words[0] == "make"}

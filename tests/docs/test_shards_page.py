@@ -1,4 +1,4 @@
-"""The scripts for many machines in docs/scale.md, word by word as a shell gives them to `calib`, at toy size."""
+"""The scripts for many machines in docs/scale.md: the arguments that a shell passes to `calib` are run at toy size."""
 
 import os
 import re
@@ -16,14 +16,14 @@ from calib.cli import main
 from calib.runtime.artifact.artifact import Artifact
 
 PAGE = "docs/scale.md"
-# What stands for the machines: each says its command in one line, and nothing is copied.
+# Shell functions that replace the machines: `calib` prints its command in one line, and nothing is copied.
 MACHINES = 'calib() { echo calib "$@"; }; ssh() { shift; "$@"; }; scp() { :; }\n'
 SMALLER = SMALL_FIT | {"data.batch_size": 1, "model.dictionary.atoms": 0, "model.klt": False, "model.bits": [2]}
 EXACT = ("keys.low", "values.high", "values.scale", "keys.balancer", "keys.outliers.head.high", "values.clip.1x*")
 
 
 def commands(script: str, **variables: str) -> list[list[str]]:
-    """What a shell in the working folder makes of a script, a line each."""
+    """The `calib` commands of a script, as a shell in the working folder expands them."""
     done = subprocess.run(
         ["bash", "-euc", MACHINES + script], env=os.environ | variables, capture_output=True, text=True, check=True
     )
@@ -31,12 +31,12 @@ def commands(script: str, **variables: str) -> list[list[str]]:
 
 
 def run_all(sandbox, folder: Path, script: str) -> None:
-    """Runs a script, once for each task of the array that it asks for."""
+    """Run a script, once for each task of its Slurm array."""
     array = re.search(r"--array=1-(\d+)", script)
     for task in range(1, int(array[1]) + 1 if array else 2):
         with inside(folder, {}):
             found = commands(script, SLURM_ARRAY_TASK_ID=str(task))
-            # Machines behind ssh answer in any order, and the merge waits for them.
+            # Fits on other machines end in any order, and the merge comes after them.
             for words in sorted(found, key=lambda words: words[1]):
                 sandbox.provide(Command(PAGE, 0, tuple(words)), folder)
                 assert main([*words[1:], *as_words(SMALLER)]) == 0, words

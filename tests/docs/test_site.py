@@ -1,4 +1,4 @@
-"""The documentation site: every page is in its menu, names of the API exist, nothing comes from another host."""
+"""The documentation site: every page is in the menu, names of the API exist, and nothing is loaded from another host."""
 
 import importlib
 import re
@@ -23,7 +23,7 @@ NAMES = [
 
 @pytest.fixture(scope="module")
 def check() -> ModuleType:
-    """The site's own check of what it has built."""
+    """The module docs/site_check.py, which checks the built site."""
     spec = spec_from_file_location("site_check", ROOT / "docs/site_check.py")
     assert spec and spec.loader
     module = module_from_spec(spec)
@@ -32,7 +32,7 @@ def check() -> ModuleType:
 
 
 def pages(entry: object) -> list[str]:
-    """The paths of a menu, in order."""
+    """Paths of a menu entry and its children, in order."""
     if isinstance(entry, str):
         return [entry]
     children = entry.values() if isinstance(entry, dict) else entry
@@ -96,7 +96,7 @@ def test_the_api_has_what_the_runtime_exports():
 
 
 def ranges() -> dict[str, str]:
-    """The releases that pyproject.toml allows, as the table of docs/support.md says them."""
+    """The releases that pyproject.toml allows, in the wording of docs/support.md, by package."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = [line for lines in project["optional-dependencies"].values() for line in lines]
     found = {"Python": written(project["requires-python"])}

@@ -1,4 +1,4 @@
-"""The tables of docs/results/smollm2 are what their script makes of the committed runs."""
+"""The tables of docs/results/smollm2 are those that `benchmarks/smollm2_summary.py` makes from the committed runs."""
 
 from benchmarks.smollm2_summary import PAGE, page
 

@@ -1,4 +1,4 @@
-"""Python blocks of the documents, run one after another as a reader would, and calls that running text quotes."""
+"""Python blocks of each document, run one after another, and calls of `compress` that running text quotes."""
 
 import ast
 import builtins
@@ -18,8 +18,8 @@ from calib.runtime import Artifact, compress
 
 DOCUMENTS = [name for name in documents() if snippets(name, "python")]
 ONNX = ("onnx", "onnxruntime")
-PACKAGES = {"docs/onnx.md": ONNX, "docs/evaluate.md": ("lm_eval",)}  # beside the project's own
-GIVEN = ("model", "tokenizer", "artifact", "method")  # names that a text may use without a line that makes them
+PACKAGES = {"docs/onnx.md": ONNX, "docs/evaluate.md": ("lm_eval",)}  # packages that are no requirements of the project
+GIVEN = ("model", "tokenizer", "artifact", "method")  # names that a text may use without defining them
 CALL = re.compile(r"`(compress\((?![^`]*\.\.\.)[^`]*\))`|^    (compress\(.*\))$", re.M)
 CALLS = [
     (name, found[1] or found[2])
@@ -32,7 +32,7 @@ HUB = "owner/llama-2-7b-calib"
 
 @pytest.fixture
 def given(sandbox):
-    """What `GIVEN` stands for."""
+    """Values of the names in `GIVEN`."""
     model = AutoModelForCausalLM.from_pretrained(sandbox.model)
     values = (model, AutoTokenizer.from_pretrained(sandbox.model), Artifact.load(sandbox.artifact), "kivi")
     return dict(zip(GIVEN, values, strict=True))
@@ -40,7 +40,7 @@ def given(sandbox):
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch, sandbox):
-    """A hub that has the artifact's repository, with a tag."""
+    """A toy hub with the artifact's repository, which has a tag."""
     hub = toy_hub.used(monkeypatch, tmp_path / "home")
     hub.repos[HUB] = toy_hub.Repo()
     hub.repos[HUB].commit("main", {"calib.safetensors": sandbox.artifact.read_bytes()}, into="v1")
@@ -49,7 +49,7 @@ def hub(tmp_path, monkeypatch, sandbox):
 
 
 def free_names(code):
-    """Names that are read and never bound, in order."""
+    """Names that the code reads and never binds, in order."""
     names = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Name)]
     bound = {node.id for node in names if not isinstance(node.ctx, ast.Load)} | {*dir(builtins)}
     bound |= {
@@ -64,7 +64,7 @@ def free_names(code):
 
 
 def local_tasks(monkeypatch, folder):
-    """lm-eval's tasks of the snippet's names, over data of this folder."""
+    """Replace the lm-eval tasks that the snippet names by toy tasks in this folder."""
     import lm_eval
     from lm_eval.tasks import TaskManager
 

@@ -1,4 +1,4 @@
-"""The pages that add a method and a codec show the repository's own files, word for word; `test_snippets.py` runs them."""
+"""docs/add_a_method.md and docs/add_a_codec.md show the repository's files, word for word. (`test_snippets.py` runs them.)"""
 
 import pytest
 from documented import ROOT, text_of

@@ -1,5 +1,5 @@
-"""`calib export --format compressed-tensors`: names, shapes and values of every family, and what compressed-tensors itself
-makes of the folder."""
+"""`calib export --format compressed-tensors`: names, shapes and values of the scales for every model family, and reading the folder
+with compressed-tensors and transformers."""
 
 import json
 import os
@@ -27,7 +27,7 @@ def export(*words):
 
 @pytest.fixture(scope="module")
 def toys(tmp_path_factory):
-    """Of a family: its model, its folder, an artifact's path and the ranges in it; made once."""
+    """A function from a family to its model, the model's folder, an artifact's path and the artifact's ranges; each made once."""
     made = {}
 
     def toy(family, **saving):
@@ -44,7 +44,7 @@ def toys(tmp_path_factory):
 
 
 def expected(ranges, stream, granularity, layer, headroom=1.0):
-    """The scale by its definition, one number after another."""
+    """Scales of a layer by their definition, headroom * max |x| / 448, in Python numbers: one, or one for each head."""
     low, high = ranges[f"{stream}.low"][layer].tolist(), ranges[f"{stream}.high"][layer].tolist()
     heads = [headroom * max(map(abs, a + b)) / 448 for a, b in zip(low, high, strict=True)]
     return [max(heads)] if granularity == "tensor" else heads
@@ -83,7 +83,7 @@ def test_compressed_tensors_and_transformers_read_it(family, granularity, toys, 
     output = tmp_path / "out"
     assert export("--artifact", artifact, "--model", folder, "--output", output, "--granularity", granularity) == 0
 
-    # The schema drops nothing that we say and adds nothing but defaults; the rest of the configuration is the model's.
+    # The schema drops none of our fields and adds only defaults; the rest of the configuration is the model's.
     config = json.loads((output / "config.json").read_text())
     said = config["quantization_config"]
     parsed = compressed.QuantizationConfig.model_validate(said)
@@ -92,19 +92,19 @@ def test_compressed_tensors_and_transformers_read_it(family, granularity, toys, 
     assert parsed.kv_cache_scheme.pytorch_dtype() == torch.float8_e4m3fn
     assert json.loads((folder / "config.json").read_text()) == {k: v for k, v in config.items() if v is not said}
 
-    # The parameters that compressed-tensors makes of it on an empty model are those of our file.
+    # The parameters that compressed-tensors adds to an empty model have the names and shapes of our file's tensors.
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(model.config)
     compressed.apply_quantization_config(empty, parsed, show_progress=False)
     made = {name: p.shape for name, p in empty.named_parameters() if name.endswith(("_scale", "_zero_point"))}
-    # Gemma 3 with eyes is saved under the names that it had in its first release.
+    # The multimodal Gemma 3 is saved under the parameter names of its first release.
     tensors = {
         name.replace("language_model.model", "model.language_model"): tensor
         for name, tensor in load_file(output / SHARD).items()
     }
     assert {name: tensor.shape for name, tensor in tensors.items()} == made
 
-    # And transformers fills them from the folder, beside the weights.
+    # transformers loads them from the folder, together with the weights.
     loaded, told = AutoModelForCausalLM.from_pretrained(output, output_loading_info=True)
     assert not told["missing_keys"] and not told["unexpected_keys"] and not told["mismatched_keys"]
     state = loaded.state_dict()
@@ -131,7 +131,7 @@ def test_the_folder(toys, tmp_path, capsys):
     text = capsys.readouterr().out
     assert text.startswith("fp8 scales of 3 attention layers, one for each layer\n") and f"wrote {output}\n" in text
 
-    # The same bytes again; copied this time.
+    # A second export gives the same bytes, with `--copy` instead of hard links.
     again = tmp_path / "again"
     assert export("--artifact", artifact, "--model", folder, "--output", again, "--copy") == 0
     for path in output.iterdir():

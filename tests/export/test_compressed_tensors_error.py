@@ -1,4 +1,4 @@
-"""What fp8 keys and values cost by the exported scales: in models, and in the table of docs/engines.md."""
+"""Errors of fp8 keys and values with the exported scales: of a toy model's logits, and the table of docs/engines.md."""
 
 from pathlib import Path
 
@@ -33,7 +33,8 @@ def tokens(seed, rows=4, length=96):
 
 
 def scaled_keys_and_values(model, factors):
-    """The same model in exact arithmetic: KV head h's keys and values times `factors[h]`, its readers' divided by it."""
+    """Multiply KV head h's keys and values by `factors[h]`, and divide the weights of its queries and outputs by it: in exact
+    arithmetic the model stays the same."""
     width, group = model.config.head_dim, 2
     per_row = torch.tensor(factors).repeat_interleave(width)[:, None]
     readers = torch.tensor(factors).repeat_interleave(group * width)
@@ -48,7 +49,7 @@ def scaled_keys_and_values(model, factors):
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory):
-    """By `factors` and granularity: the model, and the folder that was exported for it after calibration on tokens(1)."""
+    """A function from `factors` and granularity to the scaled model and the folder exported for it, calibrated on tokens(1)."""
     made = {}
 
     def export(factors, granularity):
@@ -70,7 +71,7 @@ def error(found, exact):
 
 
 def logit_error(exported, factors, granularity, uncalibrated=False):
-    """Of tokens that calibration did not see, relative to the logits."""
+    """Error of the logits of tokens that calibration did not see, relative to their norm. `uncalibrated`: all scales are 1."""
     model, folder = exported(factors, granularity)
     tensors = load_file(folder / "model-kv-scales.safetensors")
     if uncalibrated:
@@ -84,10 +85,10 @@ def logit_error(exported, factors, granularity, uncalibrated=False):
 @pytest.mark.parametrize("factor", [LARGE, SMALL, 1.0])
 def test_logits_are_as_close_whatever_the_size_of_keys_and_values(factor, granularity, exported):
     usual = logit_error(exported, (1.0, 1.0), granularity)
-    assert 1e-4 < usual < 0.05  # a sixteenth of a value at most, averaged
-    # Factors are powers of two, and so scales and codes are the same but for what rounds in a model.
+    assert 1e-4 < usual < 0.05  # fp8 rounds a value by a sixteenth of itself at most
+    # Factors are powers of two, so scales change by a factor and codes are the same, but for rounding in the model.
     assert logit_error(exported, (factor, factor), granularity) == pytest.approx(usual, rel=0.05)
-    if factor != 1:  # with scale 1 large ones are cut at 448, small ones vanish
+    if factor != 1:  # with scale 1 large values are clamped to 448, and small ones become 0
         assert logit_error(exported, (factor, factor), granularity, uncalibrated=True) > 10 * usual
 
 
@@ -113,7 +114,7 @@ def test_compressed_tensors_rounds_with_the_scales_as_we_do(granularity, exporte
 
 
 def rows_of(document, title):
-    """The cells of a table that begins with `title`, as numbers; the first column as text."""
+    """Rows of the table whose header begins with `title`: the first cell as text, the others as numbers."""
     table = document[document.index(title) :].partition("\n\n")[0].splitlines()[2:]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
     return {first: [float(cell) for cell in rest] for first, *rest in cells}
@@ -121,7 +122,8 @@ def rows_of(document, title):
 
 @pytest.mark.full
 def test_the_documented_errors(tmp_path):
-    """The embedded model, calibrated on documents of keyed lines, on others and on the text of the licence."""
+    """Recompute the table of docs/engines.md: the embedded model, calibrated on documents of keyed lines; errors on other such
+    documents and on the text of the licence."""
     model = AutoModelForCausalLM.from_pretrained(find_model("artifacts/tiny-llama"), dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(find_model("artifacts/tiny-llama"))
     seen = torch.tensor(list(pack(retrieval_documents(tokenizer, 0), tokenizer.bos_token_id, 512, 8)))

@@ -1,4 +1,4 @@
-"""What cannot be exported is told in one line, and leaves nothing behind."""
+"""Exports to compressed-tensors that are refused: each raises one line and leaves no file."""
 
 import json
 import os
@@ -26,7 +26,7 @@ def toy(tmp_path):
 
 
 def refused(toy, *words, error=UsageError, model="model", artifact="a.safetensors", output="out"):
-    """The line that the command ends with."""
+    """Assert that the command raises `error` and leaves no new file; return its message."""
     paths = {"--artifact": toy / artifact, "--model": toy / model, "--output": toy / output}
     before = sorted(os.listdir(toy))
     with pytest.raises(error) as caught:

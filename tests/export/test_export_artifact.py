@@ -1,4 +1,4 @@
-"""`calib export --format artifact`: the tensors that fit, with the same numbers, and nothing else."""
+"""`calib export --format artifact`: the new file has the tensors whose names match a pattern, unchanged, and no others."""
 
 import pytest
 import torch
@@ -63,7 +63,7 @@ def test_nothing_is_overwritten(whole, tmp_path):
 
 
 def test_a_name_by_way_of_a_missing_folder_is_no_way_around(whole, tmp_path):
-    """Missing folders are made, and then `missing/../whole` is the file itself."""
+    """Missing folders are created, and then `missing/../whole` names the existing file, which is not overwritten."""
     before = (tmp_path / "whole.safetensors").read_bytes()
     with pytest.raises(UsageError, match="exists already"):
         export(tmp_path, "keys.*", output="missing/../whole.safetensors")

@@ -1,4 +1,4 @@
-"""`calib export`: which formats there are, and that a format's own command gets the rest."""
+"""`calib export`: the list of formats, and passing the other arguments to the format's own command."""
 
 import sys
 from types import SimpleNamespace

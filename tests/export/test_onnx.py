@@ -1,4 +1,5 @@
-"""Encode and decode graphs in onnxruntime give what the runtime stores, bit for bit, ties counted apart."""
+"""Encode and decode graphs in onnxruntime give the runtime's codes and tokens. Fields are compared bit for bit; where they differ,
+the exact number in float64 must be halfway between two values (a tie), and few may differ."""
 
 from dataclasses import replace
 
@@ -33,12 +34,12 @@ from calib.runtime.stages.transform import MeasuredBalancer
 pytestmark = pytest.mark.arithmetic
 
 HEADS, CHANNELS = GEOMETRY.kv_heads, GEOMETRY.head_dim
-ODD = Geometry(1, 3, 10)  # words and bytes with room to spare
-WIDE = Geometry(1, 4, 64)  # 256 channels in all: rounds of the power iteration depend on the tokens
+ODD = Geometry(1, 3, 10)  # words and bytes that are partly filled
+WIDE = Geometry(1, 4, 64)  # 256 channels in all: the form of the power iteration depends on the number of tokens
 
-# Decoded values, of the largest: a product and a sum, or a sum of some products, in float32.
+# Tolerance of decoded values, relative to the largest: a product and a sum, or a few products, in float32.
 VALUES = 1e-5
-# Stored factors of a power iteration, of the largest: float16 has 11 bits, and products in another order round differently.
+# Tolerance of factors from a power iteration, relative to the largest: float16 has 11 bits, and sums are in another order.
 FACTORS = 2.0**-9
 
 CALIBRATED = {"statistics": "calibrated"}
@@ -66,7 +67,7 @@ SPARSE = {
 }
 CORRECTED = {
     "gear": ("gear", {}, GEOMETRY),
-    "gear in blocks of one": ("gear", {"block": 1}, GEOMETRY),  # no outlier of a channel: a field without width
+    "gear in blocks of one": ("gear", {"block": 1}, GEOMETRY),  # no outlier per channel: a field of width 0
     "gear calibrated": ("gear", CALIBRATED, GEOMETRY),
     "gear paper": ("gear", {"variant": "paper"}, WIDE),
     "gear paper calibrated": ("gear", {"variant": "paper", **CALIBRATED}, GEOMETRY),
@@ -102,7 +103,7 @@ def graphs(artifact, method, options, geometry, fp32_params=False):
 
 
 def both(found, name, stream, tokens, fp32_params=False):
-    """Fields by the graph and by the runtime, and x^ of the runtime's fields by both."""
+    """Fields encoded by the graph and by the runtime, tokens decoded from the runtime's fields by both, and the transform."""
     query = random_tokens((tokens.shape[0], 2 * tokens.shape[1], 3, tokens.shape[3]), 7)
     transform, numbers = measured(stream, tokens, query, fp32_params)
     if stream.measured:
@@ -128,7 +129,7 @@ def both(found, name, stream, tokens, fp32_params=False):
 
 
 def assert_scales(found, name, stream, tokens, expected):
-    """What the graph measures of every block, whose tokens are all those that it would choose from."""
+    """Assert that the graph measures the channel scales of every block as the runtime does, except for ties."""
     blocks = [found(f"{name}measure", **{stream.role: part.numpy()}) for part in tokens.split(stream.writer.tokens, 2)]
     own = np.concatenate([block["chunk_scales"] for block in blocks], 2)
     different = own != expected
@@ -136,13 +137,13 @@ def assert_scales(found, name, stream, tokens, expected):
 
 
 def exact_scales(stream, tokens):
-    """Of every block, in float64."""
+    """Channel scales sqrt(max |x|) of every block, in float64."""
     blocks = tokens.double().unflatten(2, (-1, stream.writer.tokens))
     return blocks.abs().amax(3).sqrt().numpy()
 
 
 def measured_exactly(stream, tokens, query):
-    """What is rounded to float16 after a square root, in float64."""
+    """Channel scales or balancer in float64: the square root, before it is rounded to float16."""
     largest = tokens.double().abs().amax(2, keepdim=True)
     if not isinstance(stream.transform, MeasuredBalancer):
         return largest.sqrt().numpy()
@@ -155,13 +156,13 @@ def assert_values(x, expected, tolerance=VALUES):
 
 
 def odd_codes(stream, ours, theirs, y):
-    """Codes that differ; each must be half-way between two levels of the stored parameters, in float64. None where channel scales
-    differ, which must be ties."""
+    """Number of codes that differ; each must be halfway between two levels of the stored parameters, in float64. None if channel
+    scales differ, which must be ties, since all codes depend on them."""
     codec = getattr(stream.codec, "uniform", stream.codec)
     if codec is not stream.codec:  # values over the scales of their block's channels
         scales = torch.from_numpy(theirs["scales"]).repeat_interleave(stream.writer.tokens, 2)
         unequal = ours["scales"] != theirs["scales"]
-        if unequal.any():  # everything follows from them
+        if unequal.any():
             assert tie(ours["scales"], theirs["scales"], exact_scales(stream, y), theirs["scales"])[unequal].all()
             return None
         y = y / torch.where(scales > 0, scales, 1)
@@ -212,7 +213,7 @@ def test_uniform_codes_are_the_runtime_s(case, artifact):
 
 @pytest.mark.parametrize("case", COMPONENTS)
 def test_codes_of_components_are_the_runtime_s(case, artifact):
-    """Bit for bit: sums of whole numbers have no order, and a path of least error is found by the same operations."""
+    """Bit for bit: sums of integers do not depend on their order, and the trellis search has the same operations."""
     found = graphs(artifact, "klt", COMPONENTS[case], GEOMETRY)
     for tier in found.layer.tiers:
         for number, count in enumerate((1, 19, 33)):
@@ -263,7 +264,8 @@ def test_pairs_are_the_runtime_s(case, artifact):
 
 
 def odd_pairs(codec: Sparse, ours, theirs, tokens):
-    """Vectors whose pairs differ; each must have met a tie, of atoms or in the rounding of a coefficient, in float64."""
+    """Number of vectors whose pairs differ, and of all; each difference must be a tie in float64, of two atoms or in the rounding
+    of a coefficient."""
     index, kept = [], []
     for block in (ours, theirs):
         block = {name: torch.from_numpy(part) for name, part in block.items()}
@@ -278,7 +280,7 @@ def odd_pairs(codec: Sparse, ours, theirs, tokens):
     rounded = (kept[0] != kept[1]).any(-1) & ~other
     gap, exact = pursuit(codec, vectors, index[1])
     assert (gap[other] <= 1e-6).all()
-    if isinstance(codec.coefficients.form, int):  # a scale half-way between two moves all coefficients of a token
+    if isinstance(codec.coefficients.form, int):  # a tie of a token's scale changes all its coefficients
         assert_values(kept[0][rounded], kept[1][rounded], 2e-3)
     else:
         equal = kept[0] == kept[1]
@@ -287,7 +289,8 @@ def odd_pairs(codec: Sparse, ours, theirs, tokens):
 
 
 def pursuit(codec: Sparse, vectors, chosen):
-    """In float64, along the atoms `chosen [V, s]`: how near the nearest other atom came, of the norm, and coefficients `[V, s]`."""
+    """A float64 pursuit along the atoms `chosen [V, s]`: the smallest difference of the two largest correlations, relative to the
+    vector's norm, and the coefficients `[V, s]`."""
     atoms, every = codec.offline.tensor.double(), torch.arange(len(vectors))
     residual, gap, parts = vectors.clone(), torch.full((len(vectors),), torch.inf, dtype=torch.float64), []
     norm = vectors.norm(dim=-1).clamp(min=1e-300)
@@ -327,13 +330,13 @@ def test_corrections_are_the_runtime_s(case, artifact):
 
 
 def assert_outliers(ours, theirs, near):
-    """The same entries, in any order, at the same distances; `near` where factors with roundings of their own are in them. Entries
-    of one position are one that counts, and unused ones."""
+    """Assert that both have the same outliers, in any order, with equal deltas (within 2^-10 with `near`, if low-rank factors,
+    which round differently, are part of them). Entries at one position are an outlier and unused ones."""
     names = [name for name in ("outliers.tokens", "outliers.channels") if name in theirs]
     sorted_entries = []
     for block in (ours, theirs):
         positions = [block[name].astype(np.int64) for name in names]
-        if names == ["outliers.tokens"]:  # lists with channels running fastest
+        if names == ["outliers.tokens"]:  # lists per channel, channels changing fastest
             channels = np.broadcast_to(np.arange(positions[0].shape[-1]) % CHANNELS, positions[0].shape)
             positions.append(channels)
         order = np.lexsort((abs(block["outliers.delta"]), *positions), -1)
@@ -345,7 +348,7 @@ def assert_outliers(ours, theirs, near):
 
 @pytest.mark.parametrize("case", ["gear", "gear paper", "outlier_reduced", "residual"])
 def test_corrections_of_ties_are_as_good_as_the_runtime_s(case, artifact):
-    """Which of equal entries are outliers is open; what is kept of the tokens is not."""
+    """Which of equal entries become outliers may differ; the error of the decoded tokens must not be larger than the runtime's."""
     narrow, wider = (graphs(artifact, *CORRECTED[case], fp32_params) for fp32_params in (False, True))
     for (name, one), (_, other) in zip(narrow.streams(), wider.streams(), strict=True):
         shape = (1, one.shape.heads, sizes(one)[-1], one.shape.channels)
@@ -362,7 +365,7 @@ def test_corrections_of_ties_are_as_good_as_the_runtime_s(case, artifact):
 
 @pytest.mark.parametrize("case", ["kivi", "rtn, 3 bits, 10 channels", "zipcache calibrated"])
 def test_onnx_s_own_evaluator_gives_the_same(case, artifact):
-    """The words of the graphs follow from the operators' specification, not from one runtime."""
+    """ONNX's reference evaluator gives the same fields, so they do not depend on one runtime's operators."""
     method, options, geometry = UNIFORM[case]
     found = graphs(artifact, method, options, geometry)
     for name, stream in found.streams():

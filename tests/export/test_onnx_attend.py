@@ -1,4 +1,5 @@
-"""The attend graph in onnxruntime: against float64 attention over the runtime's decoded tokens, and against a cache's own step."""
+"""The attend graph in onnxruntime: against float64 attention over the runtime's decoded tokens, and against a cache's decode
+step."""
 
 from dataclasses import dataclass
 
@@ -66,7 +67,7 @@ def artifact():
 
 
 def packed(found, tier, stream, count, batch):
-    """Inputs of a stream of a tier, and its tokens as attention shall meet them."""
+    """Graph inputs for a tier's keys or values, and the decoded tokens, keys rotated to their positions."""
     prefix, shape = f"{tier.name}{stream.role}.", (batch, HEADS, count, CHANNELS)
     tokens = random_tokens(shape, len(prefix) + count)
     given = {f"{prefix}exact": tokens.numpy()}
@@ -102,7 +103,7 @@ def test_attention_over_fields_is_attention_over_their_tokens(case, artifact):
     keys, values = (torch.cat(held[role], 2).double().repeat_interleave(2, 1) for role in ("keys", "values"))
     query = random_tokens((batch, QUERIES, rows, CHANNELS), 1)
     mask = torch.rand(batch, rows, keys.shape[2], generator=torch.Generator().manual_seed(2)) < 0.7
-    mask[0, 0] = False  # a row that meets nothing
+    mask[0, 0] = False  # a query row that sees no token
     found_now = found("attend", query=query.numpy(), mask=mask.numpy(), **given)
 
     scores = (query.double() @ keys.mT * CHANNELS**-0.5).masked_fill(~mask[:, None], -torch.inf)
@@ -113,7 +114,7 @@ def test_attention_over_fields_is_attention_over_their_tokens(case, artifact):
 
 @pytest.mark.parametrize("case", ["kivi", "zipcache calibrated", "csr", "gear", "gear calibrated"])
 def test_a_tier_may_be_empty(case, artifact):
-    """A cache begins with a window alone, or with a prompt and no block after it."""
+    """A cache begins with a window only, or with a prompt and no later block: the graph takes tiers of 0 tokens."""
     found = Graphs(request(*CASES[case], artifact))
     query, window = random_tokens((2, QUERIES, 1, CHANNELS), 1), random_tokens((2, 2 * HEADS, 7, CHANNELS), 2)
     keys, values = window.split(HEADS, 1)
@@ -126,7 +127,7 @@ def test_a_tier_may_be_empty(case, artifact):
             for name, part in of_one.items():
                 field = fields.get(name.removeprefix(f"{tier.name}{stream.role}."))
                 if field is not None and field.tokens_per_row is None:
-                    # A whole segment's: its row is there, without outliers.
+                    # A field of a whole segment keeps its row; in the first tier it has no outliers.
                     part = part[..., :0] if "outliers" in name and at == 0 else part
                 else:
                     part = part[:, :, :0] if part.shape[2] > 1 or field is not None else part
@@ -137,8 +138,8 @@ def test_a_tier_may_be_empty(case, artifact):
 
 @dataclass
 class Step:
-    """A cache of two rows of `tokens`, `prompt` of them at once, when it meets the last one: the tokens of every tier's keys
-    and values, in order; the others are exact. What float16 rounds otherwise after other sums, `tolerance` allows."""
+    """The decode step of token number `tokens` after a prompt of `prompt` tokens. `keys` and `values`: tokens in each tier, in
+    order; the other tokens are exact. `tolerance` is larger where float16 factors depend on the order of sums."""
 
     method: str
     options: dict

@@ -1,4 +1,4 @@
-"""`calib export --format onnx`: the files it writes, what they say of themselves, and one line for what has no graph."""
+"""`calib export --format onnx`: the files it writes, their metadata, and one line for methods and options without a graph."""
 
 import hashlib
 import json
@@ -39,7 +39,7 @@ def test_a_layer_becomes_files_that_say_what_they_are(artifact, tmp_path, capsys
         for n in range(4)
         for part in ("keys", "values")
         for kind in ("measure", "encode", "decode")
-        # Tiers 2 and 3 are those of blocks: ranges of keys lie beside their codes.
+        # Tiers 2 and 3 hold later blocks, whose key ranges are stored with the codes and not measured before.
         if not (n >= 2 and part == "keys" and kind == "measure")
     }
     assert {path.name for path in folder.iterdir()} == names | {"layer1.attend.onnx"}

@@ -1,4 +1,5 @@
-"""`calib convert baichuan2`: the same logits and the same tokens as the publisher's model, and one line for what it is not."""
+"""`calib convert baichuan2`: the converted model has the logits and tokens of the published one; other input is refused in one
+line."""
 
 import json
 from pathlib import Path
@@ -56,7 +57,7 @@ def test_shards_stay_shards_and_nothing_else_is_left(converted):
 
 def test_the_tokenizer_needs_no_remote_code(converted):
     tokenizer = AutoTokenizer.from_pretrained(converted)
-    # "al" is joined last, so it never is: its letters have gone into "ka" and "lo".
+    # The merge of "al" has the last rank: its letters have been merged into "ka" and "lo" before.
     joined = tokenizer("kalo lo  mi\n12é<reserved_106>ka")["input_ids"]
     assert joined == numbers(
         *("kalo", "▁lo", "▁", "▁", "mi", "\n", "1", "2", "<0xC3>", "<0xA9>", "<reserved_106>", "ka")

@@ -1,4 +1,4 @@
-"""Models in GGUF files: every command takes one, and what is converted computes and tokenises as its source does."""
+"""Models in GGUF files: commands take them like folders, and a converted model has the same logits and tokens as the file."""
 
 import json
 import struct
@@ -53,7 +53,8 @@ def test_quantised_weights_are_dequantised(tmp_path):
 
 @torch.no_grad()
 def test_a_converted_folder_is_the_file(tmp_path, capsys, kind):
-    """Qwen2's own class would build its tokenizer anew from files that a GGUF file does not have."""
+    """Logits and tokens of the converted folder are the file's. (Qwen2's own tokenizer class would rebuild the tokenizer from files
+    that do not exist here.)"""
     save_gguf(tmp_path / "tiny.gguf", kind, quantised=True)
     assert main(["convert", "gguf", str(tmp_path / "tiny.gguf"), str(tmp_path / "plain")]) == 0
     assert f"next: calib fit --model.path {tmp_path / 'plain'}" in capsys.readouterr().out

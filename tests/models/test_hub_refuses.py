@@ -1,4 +1,4 @@
-"""`calib fit --config llama2.yaml` where the hub cannot be reached, or does not give the model: one line at once."""
+"""`calib fit --config llama2.yaml` if the hub cannot be reached or refuses the model: one line, without delay."""
 
 import os
 import subprocess
@@ -19,13 +19,13 @@ from calib.capture.language_model import load, why_the_hub_gave_none
 from calib.errors import UsageError
 
 NAME = "meta-llama/Llama-2-7b-hf"
-SECONDS = 20  # with imports, on a core of its own; what waits for a network would take more
-NOBODY = "http://127.0.0.1:9"  # a port that nobody listens on
+SECONDS = 20  # enough with imports on a free core; waiting for a network would take longer
+NOBODY = "http://127.0.0.1:9"  # a port without a server
 
 
 @contextmanager
 def hub(status: int, code: str | None) -> Iterator[str]:
-    """The address of a hub that answers everything with one status and, as the real one does, says why in a header."""
+    """A hub that answers every request with `status` and, as the real one does, with the reason in a header; yields its address."""
 
     class Answer(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -52,14 +52,14 @@ def hub(status: int, code: str | None) -> Iterator[str]:
 
 
 def refused(folder: Path, endpoint: str) -> str:
-    """The line that the command leaves with, in a process that knows no login, no cache and no proxy."""
+    """Run the command in a process without login, cache and proxy; assert status 2 and one line on stderr; return it."""
     own = {key: value for key, value in os.environ.items() if not key.lower().endswith("_proxy") and key[:3] != "HF_"}
     own |= {"HF_HOME": str(folder / "hf"), "HF_ENDPOINT": endpoint, "PYTHONPATH": str(Path.cwd())}
     code = "import sys; from calib.cli import main; sys.exit(main(sys.argv[1:]))"
     command = [sys.executable, "-c", code, "fit", "--config", "llama2.yaml"]
     begin = time.monotonic()
     result = subprocess.run(command, cwd=folder, env=own, capture_output=True, text=True, timeout=120)
-    # Another test beside this one may take half of the core.
+    # Twice the time, since another test may run on the same core.
     assert time.monotonic() - begin < 2 * SECONDS
     lines = result.stderr.strip().splitlines()
     assert result.returncode == 2 and len(lines) == 1 and len(lines[0]) < 400, result.stderr
@@ -95,7 +95,7 @@ def test_a_gated_model_wants_its_licence_accepted(tmp_path):
     ],
 )
 def test_what_the_hub_answers_is_told(monkeypatch, status, code, line):
-    """The errors are those of the hub's library, which transformers hands on as an OSError."""
+    """The errors come from the hub's library, as the cause of an OSError that transformers raises."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     with hub(status, code) as endpoint, pytest.raises(HfHubHTTPError) as caught:
         hf_raise_for_status(get_session().head(f"{endpoint}/owner/name/resolve/main/config.json"))

@@ -1,4 +1,4 @@
-"""Every configuration of `calib fit` that ships: it parses, names a model, and its numbers are those of the model."""
+"""The shipped configurations of `calib fit`: each parses, names its model, and has numbers that fit the model's published sizes."""
 
 import re
 from pathlib import Path
@@ -12,17 +12,17 @@ from calib.capture.shape import Shape
 from calib.fit.dictionary_tasks import check_dictionaries
 from calib.fit.options import FitCLI
 
-# What a machine without GPUs, W&B and accelerate can be asked for.
+# Options for a machine without GPU, W&B and accelerate.
 HERE = ["--trainer.accelerator=cpu", "--trainer.logger=false", "--model.device_map=null"]
 SHIPPED = {path.stem: yaml.safe_load(path.read_text()) for path in sorted(Path("configs").glob("*.yaml"))}
 FIT = {name: content for name, content in SHIPPED.items() if "path" in content["model"]}
 SMALL = {"tiny", "tiny_wikitext", "smollm2"}  # for two cores, on few sequences
 MODELS = {name: content for name, content in FIT.items() if name not in SMALL}
-LONGEST = 8192  # atoms: 13 bits an index, as in the paper for 32 KV heads
+LONGEST = 8192  # most atoms of a dictionary: an index of 13 bits, as in the paper for 32 KV heads
 
 
 def shape_of(name: str) -> Shape:
-    """The published sizes."""
+    """The published sizes of a model."""
     return Shape(*heads_of(PUBLISHED[name]))
 
 
@@ -51,7 +51,7 @@ def test_it_parses(name, tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", MODELS)
 def test_the_corpus_is_the_same_for_all(name):
     data, beside = dict(MODELS[name]["data"]), dict(MODELS["llama2"]["data"])
-    # As far as the model goes, or 32,768; where it turns farther ones by other frequencies, its sequences begin at 0.
+    # Sequences begin at positions up to the model's limit, or 32,768. With frequencies that depend on the length they begin at 0.
     most = min(32768, text_of(PUBLISHED[name])["max_position_embeddings"])
     assert data.pop("positions", None) == (None if name == "phi3_128k" else most)
     assert beside.pop("positions") == 4096 and data == beside and data["length"] <= most
@@ -75,9 +75,9 @@ def test_the_numbers_are_the_models(name):
         assert options.atoms == 0  # its keys cannot be unrotated
         return
     check_dictionaries(options, shape, tokens=128 * 2048)
-    # As many as the paper has: 256 for each KV head, unless an index would take one bit more.
+    # As many atoms as in the paper, 256 per KV head, unless an index would need another bit.
     assert options.atoms == min(256, LONGEST // shape.kv_heads)
-    # As many bits a channel as 8 pairs of 128, in chunks of values as wide as the paper's or narrower.
+    # As many pairs per channel as 8 of 128 channels, with value chunks of the paper's width or less.
     assert options.keys_sparsity == options.values_sparsity * options.value_chunks == shape.head_dim // 16
     assert shape.head_dim % options.value_chunks == 0 and shape.head_dim // options.value_chunks <= 64
 

@@ -1,4 +1,4 @@
-"""`calib fit --config NAME.yaml` on a toy of each model's real class, and every method through the artifact that it writes."""
+"""`calib fit --config NAME.yaml` on a toy model of each model's real class, and every method with the artifact that it writes."""
 
 import re
 from pathlib import Path
@@ -27,7 +27,7 @@ QUICK = [
     "--model.dictionary.epochs=1", "--trainer.accelerator=cpu", "--trainer.logger=false",
     "--trainer.enable_progress_bar=false", "--model.device_map=null", "--model.rotations=true",
 ]  # fmt: skip
-# A case of each method, one that reads the artifact where there is one; of the methods not named here their first.
+# One case of each method, which reads the artifact if a case does; for methods that are not named here the first case.
 CHOSEN = [
     "full", "rtn-4-calibrated", "kivi-2-calibrated", "zipcache-calibrated", "mikv-calibrated", "h2o", "streaming_llm",
     "gear-calibrated", "gear_l", "uniform", "group_wise", "outlier_reduced", "csr-offline", "klt-short", "specache", "infllm",
@@ -36,8 +36,8 @@ CHOSEN = [
 CHOSEN += {
     case.method: case.name for case in reversed(CASES) if case.method not in {BY_NAME[n].method for n in CHOSEN}
 }.values()
-EXACT = {case.method for case in CASES if case.marginal_bits == 16}  # keep everything on the device
-# Another's architecture: of these what reads the artifact is enough.
+EXACT = {case.method for case in CASES if case.marginal_bits == 16}  # methods that keep all tokens exact on the device
+# Models with another one's architecture: only `full` and cases that read the artifact are run.
 LIKE_ANOTHER = {"llama2_chat", "llama2_13b", "llama3"}
 PROMPTS, NEW = (180, 101, 140), 6
 
@@ -57,13 +57,13 @@ def elsewhere(tmp_path, monkeypatch):
 
 
 def documented(begin: str) -> list[str]:
-    """The words after `calib` of the only line of docs/models.md that begins with `begin`."""
+    """Arguments of the only command in docs/models.md that begins with `begin`."""
     (line,) = [line.strip() for line in DOCUMENT.splitlines() if line.startswith(f"    {begin}")]
     return line.partition("#")[0].split()[1:]
 
 
 def fit_words(name: str) -> list[str]:
-    """What fits a toy after the model of `name`.yaml, which is made here; as docs/models.md says it, where it does."""
+    """Save a toy of the model of `name`.yaml; return the arguments that fit it, as in docs/models.md."""
     save_text(Path("corpus.txt"))
     if name == "baichuan2":
         convert = documented("calib convert baichuan2")
@@ -89,7 +89,8 @@ def test_the_model_is_fitted_and_every_method_generates(name):
 
 
 def check_artifact(artifact: Artifact, asked: dict[str, Any], head_dim: int) -> None:
-    """It holds what the configuration asks for, for 2 layers and 2 KV heads of the published width."""
+    """Assert that the artifact has the tensors that the configuration asks for, for 2 layers and 2 KV heads of the published
+    width."""
     assert artifact.provenance["config"]["dtype"] == asked["dtype"]
     assert artifact.clip_bits == tuple(asked["bits"])
     assert artifact.tensors["keys.low"].shape == (2, 2, head_dim)
@@ -102,7 +103,8 @@ def check_artifact(artifact: Artifact, asked: dict[str, Any], head_dim: int) -> 
 
 
 def check_methods(name: str, model: PreTrainedModel, artifact: Artifact) -> None:
-    """A ragged batch through each method: it generates and holds less than `full`, or refuses as `REFUSED` says."""
+    """Generate from a ragged batch with each method: logits are finite and the cache is smaller than with `full`, or the method is
+    refused as in `REFUSED`."""
     draw = torch.Generator().manual_seed(1)
     mask = torch.arange(max(PROMPTS)) >= max(PROMPTS) - torch.tensor(PROMPTS)[:, None]
     tokens = torch.randint(3, VOCABULARY, mask.shape, generator=draw) * mask
@@ -135,10 +137,11 @@ def test_every_method_is_among_them():
     assert {BY_NAME[name].method for name in CHOSEN} == set(METHODS)
 
 
-# Of the others' projections are fused, and keys before RoPE are what is asked for.
+# Not the models whose projections are fused.
 @pytest.mark.parametrize("name", ["llama3_1", "mistral", "qwen2_5", "qwen3", "gemma2", "gemma3"])
 def test_keys_turn_as_the_models_own(name):
-    """Those of the layers that a cache compresses; Gemma 3 turns the others at other frequencies."""
+    """`Rotation` applied to keys before RoPE gives the model's own keys, in the layers that a cache compresses. (Gemma 3's other
+    layers have other frequencies.)"""
     model, samples = toy_of(name), []
     tokens = torch.randint(3, VOCABULARY, (1, 120), generator=torch.Generator().manual_seed(0))
     stream(model, tokens, torch.ones_like(tokens, dtype=torch.bool), torch.arange(120)[None], samples.append)

@@ -1,4 +1,4 @@
-"""The committed artifact of SmolLM2 135M: small, whole, and enough for `klt` at every budget its page names."""
+"""The committed artifact of SmolLM2 135M: small, valid, and sufficient for `klt` at 3, 2, 1.5 and 1 bits."""
 
 from pathlib import Path
 
@@ -23,7 +23,8 @@ def test_it_is_small_and_of_this_model():
 @pytest.mark.parametrize("bits", [3, 2, 1.5, 1])
 @pytest.mark.parametrize("predict", [False, True])
 def test_klt_is_planned_from_it_alone(bits, predict):
-    """Components alone, and with sizes, which three heads of a layer have in a word, and predictions: the default."""
+    """Without sizes and predictions, and with both (the default), where the sizes of a layer's three heads share a word. The
+    planned words take at most the budget, and nearly all of it."""
     artifact, method = Artifact.load(PATH), build("klt", {"bits": bits} if predict else {"bits": bits, "size": False})
     assert method.coding(artifact).predict is predict
     (allocation,) = method.allocations(artifact)

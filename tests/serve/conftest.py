@@ -1,4 +1,4 @@
-"""Engines that are not installed are stood in for before a test imports what plugs into them; an artifact for all of them."""
+"""Stand-ins for SGLang and vLLM if they are not installed, set up before tests import the plugins; and a common artifact."""
 
 import pytest
 import sglang_stand_in
@@ -21,7 +21,7 @@ def artifact():
 
 @pytest.fixture(scope="module")
 def path(artifact, tmp_path_factory):
-    """The artifact as a file."""
+    """Path of the artifact, saved as a file."""
     found = tmp_path_factory.mktemp("artifact") / "a.calib.safetensors"
     artifact.save(found)
     return str(found)
@@ -29,13 +29,13 @@ def path(artifact, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def text(artifact):
-    """Keys and values of four of vLLM's chunks and a rest."""
+    """Keys and values of a text of four of vLLM's chunks and 20 tokens."""
     return placed(artifact, Codec.from_artifact(artifact, bits=BITS), 4 * CHUNK + 20, 0, torch.float16)
 
 
 @pytest.fixture
 def serving(monkeypatch, path, tmp_path, text):
-    """Makes engines of vLLM's that share a folder, `store`."""
+    """A function that makes vLLM engines, which share the folder `store`."""
     made = []
 
     def make(ranks=1, **fields):

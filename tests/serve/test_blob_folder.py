@@ -1,4 +1,4 @@
-"""The folder of blobs: names, whole files, and what is said where it takes none."""
+"""The folder of blobs: file names, complete files only, and log messages if a file cannot be written or read."""
 
 import logging
 import os
@@ -59,7 +59,7 @@ def test_a_full_disk_is_said_once_and_nothing_is_left(tmp_path, monkeypatch, cap
 
 
 def test_a_folder_of_another_user_is_a_miss(tmp_path, monkeypatch, caplog):
-    """Engines of several users share a folder, and a subfolder that one has made keeps the others out."""
+    """A subfolder that another user's engine has made may deny access: blobs there are misses, and one line is logged."""
     own = folder(tmp_path)
     assert own.write("a", BLOB)
     below = f"{own._path('a').parent}{os.sep}"
@@ -84,7 +84,7 @@ def test_a_folder_of_another_user_is_a_miss(tmp_path, monkeypatch, caplog):
 def test_a_file_that_cannot_be_read_is_said_once(tmp_path, caplog):
     own = folder(tmp_path)
     for key in "ab":
-        own._path(key).mkdir(parents=True)  # whoever tests, and be it root, reads no folder
+        own._path(key).mkdir(parents=True)  # a folder cannot be read as a file, even by root
     with caplog.at_level(logging.WARNING):
         assert [own.read(key) for key in "abc"] == [None] * 3
     (record,) = caplog.records
@@ -92,7 +92,8 @@ def test_a_file_that_cannot_be_read_is_said_once(tmp_path, caplog):
 
 
 def test_a_file_that_may_not_be_read_is_a_miss_that_is_said_once_and_stored_again(tmp_path, monkeypatch, caplog):
-    """As of another user, in a folder that may be read: planned, it would be computed again at every request."""
+    """A file without read permission, as another user's: if it counted as present, its chunk would be computed again at every
+    request."""
     own = folder(tmp_path)
     for key in "ab":
         assert own.write(key, BLOB)

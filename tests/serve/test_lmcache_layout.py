@@ -1,4 +1,4 @@
-"""Layouts of LMCache's memory: every entry goes where it belongs and back, and what is none of them is refused."""
+"""Layouts of LMCache's memory: every element is read from and written to its location, and other shapes and dtypes are refused."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ def layout(shape, cpu_block=None, dtype=torch.float32):
 
 
 def numbered(stream, layer, token, head, channel):
-    """What an entry is, as a number."""
+    """A number that is different for each element."""
     return float((((stream * LAYERS + layer) * TOKENS + token) * HEADS + head) * D + channel)
 
 
@@ -32,7 +32,7 @@ def everywhere():
 
 
 def filled(shape, place):
-    """A tensor of this shape, written entry by entry where an engine has it."""
+    """A tensor of this shape, with each element's number at the index `place` of that element in an engine's layout."""
     tensor = torch.full(shape, float("nan"))
     for entry in everywhere():
         tensor[place(*entry)] = numbered(*entry)
@@ -48,7 +48,8 @@ def packed(stream, layer, token, head, channel):
 
 
 def of_a_cpu(block):
-    """vLLM's: of a block and head keys [D, block], then values [block, D]; LMCache has block rows of 2 D of the same."""
+    """vLLM's layout on a CPU: for a block and head, keys [D, block], then values [block, D]. LMCache views the same memory as
+    `block` rows of 2 D."""
 
     def place(stream, layer, token, head, channel):
         first, within = divmod(token, block)

@@ -1,4 +1,4 @@
-"""The JSON of serde calib: defaults, and what is refused before a server starts."""
+"""Options of the LMCache serde `calib`: defaults, and wrong values, which are refused before a server starts."""
 
 import pytest
 from one_line import message

@@ -1,4 +1,4 @@
-"""The page's table is the one that was measured."""
+"""The table of docs/serve/lmcache.md has the figures of the committed measurement."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,5 @@
-"""Chunks through LMCache's own objects: memory of its allocator, its serde processor, its wrapper around an adapter of files."""
+"""Chunks stored and loaded through LMCache's own objects: its allocator's memory, its serde processor, and its wrapper around a
+file adapter."""
 
 import select
 import threading
@@ -48,7 +49,7 @@ def key(number=0, model=MODEL, world=1, rank=0):
 
 
 def memory(shape, dtype):
-    """As LMCache's own memory comes: with what was there before."""
+    """Memory from LMCache's allocator, filled with arbitrary bytes, as reused memory is."""
     found = AdHocMemoryAllocator(device="cpu").allocate([torch.Size(shape)], [dtype])
     found.raw_data.fill_(0x5A)
     found.parent_allocator = None  # Python frees it
@@ -56,7 +57,7 @@ def memory(shape, dtype):
 
 
 def source(artifact, form, start, dtype=torch.float16, heads=range(HEADS), seed=0):
-    """A chunk in LMCache's memory, and the codec's of it."""
+    """A chunk in LMCache's memory in the layout `form`, and the same in the codec's shape."""
     codec = Codec.from_artifact(artifact, bits=BITS, fixed_size=True)
     chunk = placed(artifact, codec, TOKENS, start, dtype, seed).unflatten(-1, (HEADS, D))[..., heads, :].flatten(3)
     shape, cpu_block = SHAPES[form]
@@ -67,7 +68,7 @@ def source(artifact, form, start, dtype=torch.float16, heads=range(HEADS), seed=
 
 
 def room_for(chunks, src):
-    """Memory of the estimated size."""
+    """Memory for the blob of `src`, of the estimated size."""
     size = CalibSerializer(chunks).estimate_serialized_size(MemoryLayoutDesc(src.get_shapes(), src.get_dtypes()))
     return memory((size,), torch.uint8)
 
@@ -76,7 +77,7 @@ def room_for(chunks, src):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("start", [0, 960])
 def test_a_chunk_comes_back_as_the_codec_says(artifact, path, form, dtype, start):
-    """And the estimate is the very size."""
+    """The loaded chunk is the codec's decoded one, bit for bit, and the estimated size of the blob is exact."""
     chunks = chunks_of(path, cpu_block=SHAPES[form][1])
     src, chunk = source(artifact, form, start, dtype)
     blob = room_for(chunks, src)
@@ -88,7 +89,7 @@ def test_a_chunk_comes_back_as_the_codec_says(artifact, path, form, dtype, start
     layout = Layout.of([src.get_shape()], [dtype], LAYERS, D, SHAPES[form][1])
     assert torch.equal(layout.read(dst.tensor), wanted)
     assert not torch.equal(wanted, chunk)
-    # The first tokens of a text are exact where it begins: the start was told.
+    # The first tokens of a text are exact, so the start was found.
     assert torch.equal(wanted[:, :, :4], chunk[:, :, :4]) == (start == 0)
 
 
@@ -103,7 +104,7 @@ def test_ranks_have_blobs_of_one_size_and_of_their_own_heads(artifact, path):
         codec = Codec.from_artifact(artifact, bits=BITS, heads=range(rank, rank + 1), fixed_size=True)
         assert not any(
             blob.byte_array.tobytes()[codec.size(TOKENS, dtype=torch.float16) :]
-        )  # nothing of what was there before
+        )  # zeros, not what the memory held before
         layout = Layout.of([src.get_shape()], [torch.float16], LAYERS, D)
         assert torch.equal(layout.read(dst.tensor), codec.decode(codec.encode(chunk, 128)))
         with pytest.raises(ValueError, match=r"of the blob is|bytes, expected"):
@@ -120,7 +121,7 @@ def stored(artifact, chunks, **options):
 
 
 def test_what_is_no_blob_of_ours_is_a_miss_and_writes_nothing(artifact, path, tmp_path):
-    """Another artifact's, another budget's, damaged ones, and files of LMCache without a serde."""
+    """Blobs of another artifact or bit width, damaged ones, and LMCache's data without a serde."""
     chunks = chunks_of(path)
     src, blob = stored(artifact, chunks)
     tensors = dict(artifact.tensors)
@@ -185,12 +186,12 @@ def test_chunks_that_are_not_for_it_are_refused_once_in_the_log(artifact, path, 
                 CalibSerializer(chunks).serialize(given, room_for(chunks, given), own)
             message(error)
         assert sum(wanted in line for line in said) == 1, said
-    # LMCache asks for the size where it cannot take an exception.
+    # LMCache cannot handle an exception from the size estimate.
     assert room_for(chunks, memory((3, 4, 5), torch.float16)).get_size() == 1
 
 
 def test_threads_share_it(artifact, path):
-    """Eight threads, each with chunks of its own, and the ranks' codecs made meanwhile."""
+    """Eight threads use one `Chunks`, each with its own chunk; the codecs are made by whichever comes first."""
     chunks, wanted = chunks_of(path), {}
     codec = Codec.from_artifact(artifact, bits=BITS, fixed_size=True)
     begin = threading.Barrier(8)
@@ -213,7 +214,7 @@ def test_threads_share_it(artifact, path):
 
 
 def done(fd):
-    """Waits for LMCache's sign that a task ended."""
+    """Wait until LMCache signals that a task has ended."""
     poller = select.poll()
     poller.register(fd, select.POLLIN)
     assert poller.poll(30_000)
@@ -222,7 +223,7 @@ def done(fd):
 
 @pytest.fixture
 def store(path, tmp_path):
-    """The plugin's adapter of files with the registered serde, wrapped as a server does."""
+    """The plugin's file adapter with the registered serde, wrapped as in a server."""
     spec = {"module_path": plugin.__name__, "class_name": "FileAdapter", "adapter_params": {"base_path": str(tmp_path)}}
     adapter = create_l2_adapter_from_registry(PluginL2AdapterConfig.from_dict(spec))
     options = {"artifact": path, "model": MODEL, "bits": BITS, "positions": 1024}
@@ -235,7 +236,7 @@ def store(path, tmp_path):
 
 
 def loaded(store, dst):
-    """Whether a chunk was found."""
+    """Load the chunk into `dst`; return whether it was found."""
     task = store.submit_load_task([key()], [dst])
     done(store.get_load_event_fd())
     return store.query_load_result(task).test(0)

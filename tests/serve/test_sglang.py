@@ -1,4 +1,4 @@
-"""SGLang's storage backend: what its controller asks for, in every layout of its host memory."""
+"""SGLang's storage backend: the calls of SGLang's cache controller, in every layout of its host memory."""
 
 import pytest
 import torch
@@ -88,7 +88,7 @@ def test_engines_of_another_dtype_keep_each_others_pages(artifact, path, tmp_pat
 
 
 def test_a_fine_tuned_model_of_another_name_shares_no_page(artifact, path, tmp_path):
-    """SGLang's hashes are of tokens alone, and the artifact fits both."""
+    """SGLang's page hashes depend on the tokens only, and the artifact may fit both models: the model's name keeps them apart."""
     pool = pool_of()
     pool.put(0, texts(artifact, 0)[0])
     engines = [storage(path, tmp_path, pool, model_name=name) for name in ("my-llama", "my-llama-tuned")]
@@ -147,7 +147,7 @@ def test_memory_of_another_model_is_refused(path, tmp_path, change, words):
 
 @pytest.mark.parametrize("name", ["draft", "swa", "mamba", "indexer"])
 def test_pools_beside_keys_and_values_are_refused(path, tmp_path, name):
-    """SGLang asks for their pages by calls of their own then (`batch_exists_v2`), and would store nothing at all."""
+    """With such pools SGLang uses other calls (`batch_exists_v2`), so nothing would be stored at all."""
     own = storage(path, tmp_path, pool_of())
     own.register_mem_host_pool_v2(pool_of(), "kv")
     with pytest.raises(ValueError, match=name) as error:

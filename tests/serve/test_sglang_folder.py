@@ -1,4 +1,4 @@
-"""A folder that engines share: readers beside writers get whole pages or none, and a writer that was killed is in nobody's way."""
+"""A folder that engines share: concurrent readers get complete pages or none, and a killed writer does not block the others."""
 
 import signal
 import subprocess
@@ -24,7 +24,7 @@ with atomically(sys.argv[1]) as path:
 
 
 def filled(artifact, count=3):
-    """A pool with a page for each key, and room for as many behind them."""
+    """A pool with `count` filled pages, one for each key, and as many empty ones."""
     pool = pool_of(pages=2 * count)
     for page, chunk in enumerate(texts(artifact, 0, count)):
         pool.put(page * PAGE, chunk)
@@ -32,12 +32,12 @@ def filled(artifact, count=3):
 
 
 def files_of(folder):
-    """All of them, in whatever subfolder."""
+    """All files below a folder."""
     return [path for path in folder.rglob("*") if path.is_file()]
 
 
 def slowly(path, data):
-    """`Path.write_bytes`, in pieces that others come between."""
+    """`Path.write_bytes` in four pieces with pauses, so that other threads run in between."""
     with path.open("wb", buffering=0) as file:
         for at in range(0, len(data), len(data) // 4):
             file.write(data[at : at + len(data) // 4])
@@ -46,7 +46,7 @@ def slowly(path, data):
 
 
 def test_readers_beside_writers_get_whole_pages_or_none(artifact, path, tmp_path, caplog, monkeypatch):
-    """Some engines store all pages, all read them, and one now and then removes them."""
+    """Four engines read all pages; two of them also store all, and one of these removes all every fourth round."""
     monkeypatch.setattr(Path, "write_bytes", slowly)
     first = storage(path, tmp_path / "alone", filled(artifact))
     assert all(first.batch_set_v1(KEYS, slots(0, 1, 2), told(0))) and all(
@@ -77,8 +77,8 @@ def test_readers_beside_writers_get_whole_pages_or_none(artifact, path, tmp_path
 
     with ThreadPoolExecutor(ENGINES) as pool:
         hits = list(pool.map(engine, range(ENGINES)))
-    assert sum(hits) > ROUNDS  # they did meet
-    assert not caplog.records  # and nobody has seen a damaged page
+    assert sum(hits) > ROUNDS  # pages were found
+    assert not caplog.records  # no damaged page was seen
     left = files_of(folder)
     assert all(file.suffix == ".klt" for file in left) and len(left) <= len(KEYS)
 
@@ -86,12 +86,12 @@ def test_readers_beside_writers_get_whole_pages_or_none(artifact, path, tmp_path
 @pytest.mark.full
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 def test_a_writer_that_was_killed_leaves_a_miss(artifact, path, tmp_path, share):
-    """Of a page that nobody has: whatever was written of it, and the next writer clears up."""
+    """Whatever share of a new page was written: it is a miss, and the next writer removes the temporary file."""
     source, folder = storage(path, tmp_path / "source", filled(artifact)), tmp_path / "shared"
     own = storage(path, folder, filled(artifact))
     assert source.batch_set_v1(KEYS[:1], slots(0), told(0)) == [True]
     (blob,) = files_of(tmp_path / "source")
-    target = folder / blob.relative_to(tmp_path / "source")  # of the same codec, so that its name is the same
+    target = folder / blob.relative_to(tmp_path / "source")  # the same codec, so the same file name
     count = str(int(share * blob.stat().st_size))
     done = subprocess.run([sys.executable, "-c", KILLED, str(target), str(blob), count], capture_output=True)
     assert done.returncode == -signal.SIGKILL, done.stderr

@@ -1,4 +1,4 @@
-"""Which KV heads a rank has, and how large their blobs may get."""
+"""KV heads of a tensor-parallel rank, and the largest size of a slice's blobs."""
 
 import pytest
 import torch

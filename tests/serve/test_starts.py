@@ -1,4 +1,5 @@
-"""Starts of chunks that nobody tells: the next one at the first look, any other among all, and none where it is not clear."""
+"""Finding the start position of a chunk from its keys: the continuation of a known text is tried first, then all positions; an
+unclear result is refused."""
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ TOKENS = 32
 
 
 class Watched:
-    """A codec that counts the candidates it is asked about."""
+    """A codec that records the number of candidates of each call."""
 
     def __init__(self, codec):
         self._codec, self.looked = codec, []
@@ -29,7 +30,8 @@ def codec(artifact):
 
 
 def test_texts_are_followed(artifact, codec):
-    """Two texts, the second from its start, then back in the first and on from there."""
+    """Chunks of a text in order, a second text from its start, and then jumps: known continuations take 2 or 3 candidates, a jump
+    all 32."""
     watched, starts = Watched(codec), Starts(1024)
     for start in (0, 32, 64, 0, 32, 992, 96, 128):
         assert starts.of(watched, placed(artifact, codec, TOKENS, start, torch.float16, seed=start)) == start
@@ -40,8 +42,8 @@ def test_what_lies_beyond_the_positions_or_fits_nowhere_is_refused(artifact, cod
     starts = Starts(1000)
     assert starts.of(codec, placed(artifact, codec, TOKENS, 960, torch.float16)) == 960
     for chunk in (
-        placed(artifact, codec, TOKENS, 992, torch.float16),  # its last tokens lie beyond
-        placed(artifact, codec, TOKENS, 16, torch.float16),  # no multiple of its length
+        placed(artifact, codec, TOKENS, 992, torch.float16),  # ends beyond the positions
+        placed(artifact, codec, TOKENS, 16, torch.float16),  # starts at no multiple of its length
         torch.randn(2, 2, TOKENS, 64, generator=torch.Generator().manual_seed(0)),
     ):
         with pytest.raises(ValueError, match=r"no candidate fits|nearly alike") as error:

@@ -1,4 +1,4 @@
-"""vLLM's KV connector: prefixes that are stored as they are computed, and come back."""
+"""vLLM's KV connector: chunks of prefixes are stored while they are computed, and loaded by later requests."""
 
 import time
 from types import SimpleNamespace
@@ -42,7 +42,7 @@ def test_every_rank_has_its_heads(artifact, serving, tmp_path, text):
     for rank in range(2):
         found = fresh.held(rank, fresh.engine.tables["one"][:8])
         assert torch.equal(found[:, :, :, 0], wanted(artifact, text, range(4))[:, :, :, rank])
-    files(tmp_path)[0].unlink()  # a chunk is there where all ranks have it
+    files(tmp_path)[0].unlink()  # a chunk is found only if all ranks have it
     again = serving(ranks=2)
     assert again.engine.begin(request(text)) < 4 * CHUNK
 
@@ -70,7 +70,7 @@ def test_the_last_token_is_left_to_compute(serving, text):
 
 
 def test_tokens_that_are_not_known_are_not_stored(serving, tmp_path, text):
-    """Drafts, and tokens that a step in flight samples, are computed before it is known what they are."""
+    """Keys and values of draft tokens, and of tokens that are still being sampled, are computed before the tokens are known."""
     one, own = serving(), request(text)
     own.all_token_ids = own.all_token_ids[: CHUNK - 3]
     assert one.engine.begin(own) == 0

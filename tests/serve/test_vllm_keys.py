@@ -1,4 +1,5 @@
-"""Keys of a request's chunks: what must tell texts apart does, from the chunk on in which it lies."""
+"""Names under which a request's chunks are stored: whatever their keys and values depend on changes the name of its chunk and of
+all later ones."""
 
 from types import SimpleNamespace
 

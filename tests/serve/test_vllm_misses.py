@@ -1,4 +1,5 @@
-"""vLLM's KV connector where files are damaged, missing, or cannot be written: nothing wrong is served, and the engine goes on."""
+"""vLLM's KV connector with files that are damaged, missing or cannot be written: no wrong data is loaded, and the engine
+continues."""
 
 import logging
 import os
@@ -96,7 +97,7 @@ def test_a_file_under_another_chunks_name_is_refused(serving, text):
 
 @pytest.mark.parametrize("steps", [1, 0])
 def test_what_waits_to_be_stored_is_dropped_when_the_folder_is_cleared(serving, tmp_path, text, monkeypatch, steps):
-    """As behind an update of the weights: keys and values of the old ones would be served to the new ones."""
+    """As after an update of the weights: keys and values of the old weights must not be stored for the new ones."""
     over, store = threading.Event(), StoredChunks.store
 
     def slowly(self, *chunk):
@@ -110,7 +111,7 @@ def test_what_waits_to_be_stored_is_dropped_when_the_folder_is_cleared(serving, 
     one.engine.finish(own)
     assert one.engine.scheduler.reset_cache()
     over.set()
-    for _ in range(steps):  # none: the engine ends at once
+    for _ in range(steps):  # with 0 steps the engine ends at once
         one.engine.step({})
     one.engine.close()
     assert not files(tmp_path)

@@ -1,4 +1,4 @@
-"""The fields of kv_connector_extra_config: defaults, and what is refused before an engine starts."""
+"""Fields of kv_connector_extra_config: defaults, and wrong values, which are refused before an engine starts."""
 
 import pytest
 from one_line import message

@@ -1,4 +1,4 @@
-"""The page's table is the one that was measured, and its JSON is one that the connector takes."""
+"""docs/serve/vllm.md: its table has the figures of the committed measurement, and the connector accepts its JSON."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Blocks of vLLM's paged memory as chunks: every order that vLLM has, read and written as an account of its own says."""
+"""Chunks in blocks of vLLM's paged memory, in all of vLLM's memory orders: read and written, against an independent indexing."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def names(count=LAYERS):
 
 
 def memory_of(strides, tokens=TOKENS, dtype=torch.float16):
-    """`[blocks, heads, tokens, 2 * D]` a layer, its axes in another order in memory; filled with 7."""
+    """Memory `[blocks, heads, tokens, 2 * D]` of each layer, filled with 7, with its axes in the order `strides` in memory."""
     shape = [BLOCKS * TOKENS // tokens, HEADS, tokens, 2 * D]
     order = [strides.index(axis) for axis in range(4)]
     return {

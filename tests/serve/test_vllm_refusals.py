@@ -1,4 +1,4 @@
-"""Engines that vLLM's KV connector does not serve: it says so in one line before they start."""
+"""Engines that vLLM's KV connector does not support are refused in one line before they start."""
 
 from types import SimpleNamespace
 
