@@ -54,7 +54,7 @@ def test_quantised_weights_are_dequantised(tmp_path):
 @torch.no_grad()
 def test_a_converted_folder_is_the_file(tmp_path, capsys, kind):
     """Logits and tokens of the converted folder are the file's. (Qwen2's own tokenizer class would rebuild the tokenizer from files
-    that do not exist here.)"""
+    that a GGUF file does not contain.)"""
     save_gguf(tmp_path / "tiny.gguf", kind, quantised=True)
     assert main(["convert", "gguf", str(tmp_path / "tiny.gguf"), str(tmp_path / "plain")]) == 0
     assert f"next: calib fit --model.path {tmp_path / 'plain'}" in capsys.readouterr().out
