@@ -91,7 +91,7 @@ def test_spans_of_mikv_are_those_of_attention(launched):
 def test_a_prefill_at_its_best_by_hand():
     size = Sizes(heads=4, kv_heads=2, head_dim=8, prompt=1000, hidden=32, intermediate=64)
     found, device = baseline(SMALL, size), SMALL
-    rate = 512 * 4 * 10 * 1e9  # products a second: bytes take longer for widths so small
+    rate = 512 * 4 * 10 * 1e9  # products per second; with widths this small bytes take longer
     copied = COPY * 1e12
     assert found["projections"] == pytest.approx(2 * (32 * 64 + 32 * 32 + 1000 * (32 + 64 + 32 + 32)) / copied)
     assert found["MLP"] == pytest.approx(2 * (32 * 128 + 64 * 32 + 1000 * (32 + 128 + 64 + 32)) / copied)

@@ -66,7 +66,7 @@ def test_no_artifact(toy, capsys, command, content):
 def test_a_tuned_record_that_is_none(capsys, form):
     """A malformed record of `calib tune` in a good artifact is refused by the commands that interpret it, not by loading."""
     toy_artifact(provenance={"tuned": {"version": 1, "choices": [{"method": "kivi"}]}}).save("bad.file")
-    if form == ["--json"]:  # shows what the file says and follows nothing
+    if form == ["--json"]:  # prints the record without interpreting it
         assert main(["inspect", "bad.file", *form]) == 0
     else:
         assert "a choice in provenance.tuned" in refused(capsys, ["inspect", "bad.file", *form], "")

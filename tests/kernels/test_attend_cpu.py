@@ -158,7 +158,7 @@ def test_what_c_does_not_serve_goes_by_plain_torch(monkeypatch):
         asking.grad, unpack_columns(words, 2, 64).float().sum(-1, keepdim=True).mT.expand(2, 3, 3, 64)
     )
     products.code_scores(drawn(2, 3, 9, 64), words, 2)  # more rows
-    assert torch.equal(products.code_scores(query, words.mT.contiguous().mT, 2), wanted)  # tokens apart
+    assert torch.equal(products.code_scores(query, words.mT.contiguous().mT, 2), wanted)  # tokens are not contiguous
     monkeypatch.setenv("CALIB_KERNELS", "reference")
     assert torch.equal(products.code_scores(query, words, 2), wanted)
     monkeypatch.delenv("CALIB_KERNELS")
@@ -240,7 +240,7 @@ def test_a_compiler_that_is_late_ends_with_its_children(fresh, monkeypatch, tmp_
     assert (
         "codes.c is compiled for this processor" in told[0][1] and f"{script}' timed out after 1 seconds" in told[1][1]
     )
-    assert select.select([reader], [], [], 5)[0] == [reader] and os.read(reader, 1) == b""  # nobody can write any more
+    assert select.select([reader], [], [], 5)[0] == [reader] and os.read(reader, 1) == b""  # no writer is left
     os.close(reader)
 
 

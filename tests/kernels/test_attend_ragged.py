@@ -73,4 +73,4 @@ def test_turns():
         )
 
     assert [turn(page, page) for page in (20, 40, 60, 64, 100, 128)] == [32, 64, 64, 64, 128, 128]
-    assert turn(128, 32) == 32 and turn(40, 20) == 4  # groups that no turn fits are read otherwise
+    assert turn(128, 32) == 32 and turn(40, 20) == 4  # short groups of tokens leave a short turn

@@ -46,8 +46,8 @@ def test_programs_that_fit(registers, shared, warps, capability, programs):
 
 
 def test_a_turn_alone():
-    """Clocks and stops of one loop iteration: without loads there is none; two loads issued together cost one stop; a load that is
-    issued early enough costs nothing."""
+    """Clocks and stops of one loop iteration: without loads the warp never stops; two loads issued together cost one stop; a load
+    that is issued early enough costs nothing."""
     nothing = ["IADD3 R1, R1, 0x1, RZ", "FADD R2, R1, R2"]
     assert turn_alone(nothing) == Turn(2, 0)
     one = ["LDG.E R4, desc[UR4][R8.64]", "LDG.E R5, desc[UR4][R8.64+0x4]", "FADD R2, R5, R4", "FADD R2, R4, R2"]

@@ -142,7 +142,7 @@ def test_probes_without_a_query_for_many_tiles():
             agree(query, keys, torch.tensor(positions), 0.5, *options)
 
 
-@pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")  # of numpy: tanh of what is large goes by infinity
+@pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")  # numpy's tanh overflows internally
 @pytest.mark.parametrize("softcap", [None, 30.0])
 def test_peaked_rows_stay_finite(softcap):
     """Logits of hundreds, of either sign, the largest at both ends. The tolerance is two roundings of a logit in float32, 2^-24
@@ -156,7 +156,7 @@ def test_peaked_rows_stay_finite(softcap):
     assert (found - expected).abs().max() <= 2 * 2**-24 * largest * expected.max()
 
 
-@pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")  # of what is hidden afterwards
+@pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")  # in scores that are masked afterwards
 def test_hidden_keys_may_hold_anything():
     query, keys, _ = drawn(1, 2, 1, 300, 32, 20, torch.float16)
     keys[:, :, 200:] = 60000.0
