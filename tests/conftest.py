@@ -1,14 +1,14 @@
-"""What tests of several rooms start from."""
+"""Options, hooks and fixtures of all tests."""
 
 import gc
 import os
 
 import pytest
 
-# Kernels are defined for the interpreter or for the compiler when their module is imported; no machine of the tests has a
-# GPU, and what is compiled is compiled by a process of its own (test_ahead_of_time.py).
+# Triton defines a kernel for its interpreter or its compiler when the kernel's module is imported. Tests need no GPU; kernels are
+# compiled only in processes of their own (test_ahead_of_time.py).
 os.environ.setdefault("TRITON_INTERPRET", "1")
-# A run is logged; only test_loggers.py looks at W&B, whose own process takes seconds to start.
+# Runs log to CSV instead of W&B, whose process takes seconds to start; tests of the W&B logger set this variable again.
 os.environ["WANDB_MODE"] = "disabled"
 
 
@@ -24,7 +24,7 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    """Before a test's file is imported: laws read how many examples they take when they are."""
+    """Set the number of examples of property tests for `--quick` before their files are imported, because they read it then."""
     if config.getoption("quick"):
         from law_examples import take_few
 
@@ -33,7 +33,7 @@ def pytest_configure(config):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """See `selection.py`."""
+    """Deselect what `--quick` or `--sample` leaves out, by the rules of `selection.py`."""
     if not (config.getoption("quick") or config.getoption("sample")):
         return
     from selection import quick, sample  # they import torch
@@ -45,7 +45,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish():
-    """What was imported stays: a test that collects garbage need not walk through half a million objects of other packages."""
+    """Freeze what was imported, so that `gc.collect()` in a test does not traverse half a million objects of other packages."""
     gc.collect()
     gc.freeze()
 
@@ -55,7 +55,7 @@ def pytest_sessionfinish():
 
 
 def pytest_terminal_summary(terminalreporter):
-    """What tests recorded as "kernels": the figures of compiled kernels, printed by every run that compiles them."""
+    """Print the user property "kernels" of tests: the figures of kernels that they compiled."""
     reports = [report for name in ("passed", "failed") for report in terminalreporter.getreports(name)]
     lines = [value for report in reports for name, value in report.user_properties if name == "kernels"]
     if lines:
@@ -67,7 +67,7 @@ def pytest_terminal_summary(terminalreporter):
 @pytest.fixture(scope="module")
 def toy(tmp_path_factory):
     """A folder with a toy model `llama` and a `text.txt` to fit it on."""
-    from toy_language_model import save_text, save_toy  # not for tests that need no model
+    from toy_language_model import save_text, save_toy  # imports torch, which tests without a model need not load
 
     folder = tmp_path_factory.mktemp("toy")
     save_toy(folder / "llama")
@@ -77,8 +77,8 @@ def toy(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def environment_as_it_was():
-    """A test leaves no variables to the next one: Lightning sets LOCAL_RANK in the process that starts others, and where it is set
-    starts none."""
+    """Restore the environment variables after each test: Lightning sets LOCAL_RANK in the process that starts others, and starts
+    none if the variable is set."""
     before = dict(os.environ)
     yield
     for name in os.environ.keys() - before.keys():

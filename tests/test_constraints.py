@@ -9,5 +9,5 @@ def pins(name: str) -> dict[str, str]:
 
 
 def test_arithmetic_need_not_run_with_the_oldest_releases():
-    """`make test-oldest` leaves out what is marked so: that meets torch and nothing else, and here it would be the same."""
+    """`make test-oldest` leaves out tests marked `arithmetic`: they depend on torch alone, of which both files pin one version."""
     assert pins("constraints.txt")["torch"] == pins("constraints-oldest.txt")["torch"]

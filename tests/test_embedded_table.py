@@ -1,4 +1,4 @@
-"""The figures that documents take from the run of every method on the embedded model are those of the run."""
+"""The figures in docs/results/embedded equal those of the run of every method on the embedded model."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Every example runs as its README says, at toy size and in a folder of its own, and prints what is true."""
+"""Every example runs with its command in examples/README.md, at toy size and in a folder of its own, and prints true figures."""
 
 import importlib.util
 import io
@@ -20,7 +20,7 @@ COMMANDS = dict(re.findall(r"`(?:python examples/(\w+)\.py)(.*?)`", TABLE))
 
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path, monkeypatch):
-    """The checkout as it looks from a folder that may be written to."""
+    """Run each test in an empty folder with links to the checkout's `artifacts` and `examples`."""
     for name in ("artifacts", "examples"):
         (tmp_path / name).symlink_to(ROOT / name)
     monkeypatch.chdir(tmp_path)
@@ -28,7 +28,7 @@ def elsewhere(tmp_path, monkeypatch):
 
 
 def run(monkeypatch, capsys, name: str, *more: str) -> str:
-    """What the command of the table prints, with further options that make it small."""
+    """Return what the README's command of example `name` prints, with options `more` that make it small."""
     monkeypatch.setattr(sys, "argv", [f"examples/{name}.py", *shlex.split(COMMANDS[name]), *more])
     capsys.readouterr()
     runpy.run_path(f"examples/{name}.py", run_name="__main__")
@@ -108,7 +108,7 @@ def test_wandb_sweep(monkeypatch, capsys, tmp_path):
     assert len(cells) == 2
 
     class Logged(dict):
-        """What `wandb.init` gives, as far as the example asks."""
+        """The part of a W&B run (`wandb.init`) that the example uses."""
 
         def __init__(self, config):
             self.config = config
@@ -147,7 +147,7 @@ def test_the_shipped_sweep_is_one():
     for method in values[0]:
         for ratio in values[1]:
             for bits in values[2]:
-                read_entries([row(method, ratio, bits)])  # refuses options that are none
+                read_entries([row(method, ratio, bits)])  # raises for unknown options
 
 
 @pytest.mark.full

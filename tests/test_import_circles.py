@@ -1,4 +1,4 @@
-"""Imports point down: no circle of modules, and none of the runtime's rooms. What only a type checker reads does not count."""
+"""No import cycles between modules, nor between folders of the package. Imports under `if TYPE_CHECKING` do not count."""
 
 import ast
 from collections.abc import Callable, Iterator, Mapping
@@ -12,7 +12,7 @@ LINKED = ("runtime", "kernels")  # folders that the package calib has as links
 
 
 def modules() -> dict[str, Path]:
-    """Every module of the wheel by its name."""
+    """Return the file of every module of the wheel by the module's dotted name."""
     found = {}
     for folder in ("calib", *LINKED):
         for path in (ROOT / folder).rglob("*.py"):
@@ -25,7 +25,7 @@ def modules() -> dict[str, Path]:
 
 
 def imported(tree: ast.AST) -> Iterator[str]:
-    """What a module imports anywhere, in functions too, but not `if TYPE_CHECKING`."""
+    """Yield the dotted names that a module imports, also inside functions, but not under `if TYPE_CHECKING`."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
             continue
@@ -47,14 +47,14 @@ def graph() -> dict[str, set[str]]:
 
 
 def room(name: str) -> str:
-    """The folder of a module of the runtime or of a command's part; a module in no folder is its own."""
+    """Return the folder of a module below runtime, kernels or calib; a module directly in one of these is returned as is."""
     parts = name.split(".")
     depth = 3 if parts[1:2] and parts[1] in LINKED else 2
     return ".".join(parts[:depth]) if len(parts) > depth else name
 
 
 def circle(edges: Mapping[str, set[str]]) -> list[str]:
-    """One circle, or nothing."""
+    """Return the nodes of one cycle, or an empty list."""
     try:
         TopologicalSorter(edges).prepare()
     except CycleError as error:

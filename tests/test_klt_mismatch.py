@@ -1,4 +1,4 @@
-"""The pages of `klt` on other text are what their benchmark writes from its results."""
+"""The pages about `klt` on other text than it was fitted on are what benchmarks/klt_mismatch.py writes from its results."""
 
 import json
 

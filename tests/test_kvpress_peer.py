@@ -1,4 +1,4 @@
-"""kvpress's methods on written cases (benchmarks/peers), without kvpress: scoring, with toy presses in its place."""
+"""Scoring of kvpress's methods on written cases (benchmarks/peers), with toy presses instead of kvpress."""
 
 import json
 
@@ -11,7 +11,7 @@ from transformers import DynamicCache
 from benchmarks.peers import scoring
 from benchmarks.peers.feed import Feed
 
-SAME = 1e-5  # nats, and share of a sum of nats: other rows at once, other order of float32 sums
+SAME = 1e-5  # in nats, and relative: with other rows in a batch, float32 sums have another order
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def value_count(model, tokens):
 @pytest.mark.parametrize("kind", [0, 1], ids=["answers", "text"])
 @pytest.mark.parametrize("name", ["none", "OtherPress"])
 def test_what_nothing_is_removed_from_is_scored_as_by_the_project(model, kind, name):
-    """`OtherPress` at a ratio that removes nothing: row by row."""
+    """Against `column.measure` with a DynamicCache. `OtherPress` (ratio 0, removes nothing) runs row by row."""
     column = columns(model)[kind]
     entry = scoring.measure(
         model, press(name, None if name == "none" else 0.0), json.loads(json.dumps(written(column)))
@@ -68,7 +68,7 @@ def test_an_answer_is_exact_where_greedy_generation_gives_it(model):
 
 
 def test_what_follows_is_read_through_what_is_left_at_its_own_positions(model):
-    """Against one forward over the whole text with the mask that the press amounts to."""
+    """Against one forward over the whole text, masked so that tokens after the prefill do not see the removed keys."""
     text = torch.randint(3, 259, (2, 60), generator=torch.Generator().manual_seed(1))
     prefill, length = 40, 60
     seen = torch.ones(length, length, dtype=torch.bool).tril()
@@ -94,7 +94,7 @@ def test_layers_of_different_length_are_read_token_by_token(model):
 
 
 def test_heads_that_hide_keys_are_read_token_by_token(model):
-    """kvpress makes up a key for all queries of a forward that none of them sees; one query always has such a key."""
+    """kvpress replaces a hidden key by one that no query of the forward attends to; for a single query one always exists."""
     feed, tokens = Feed(model, press()), torch.full((1, 6), 5)
     layer = model.model.layers[0].self_attn
     layer.masked_key_indices = (torch.tensor([0]),) * 3

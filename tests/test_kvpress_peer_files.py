@@ -1,4 +1,4 @@
-"""What the peers' command line writes, and what it refuses, in one line each."""
+"""The command line of benchmarks/peers: the files that it writes, and its errors of one line."""
 
 import ast
 import json
@@ -21,7 +21,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory, model):
-    """The file as `calib eval --write-cases` writes it, and the folder of its model."""
+    """A file of cases as `calib eval --write-cases` writes it, beside the folder of its model."""
     folder = tmp_path_factory.mktemp("cases")
     save_toy(folder / "llama")
     content = {"format": 1, "model": str(folder / "llama"), "weights": {"float32": "ab"}, "dtype": "float32"}

@@ -62,6 +62,6 @@ def test_a_text_without_a_case_is_refused(tmp_path):
 
 
 def written(folder, text):
-    """The script's run on a file."""
+    """Run the script on the file `text` in `folder`."""
     command = [sys.executable, "benchmarks/last_word.py", "--output", folder, "--text", folder / text, "--cases", "5"]
     return subprocess.run(command, capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""The ledger of the papers' tables: every figure it recomputes is what the formula gives, every own one that of its run."""
+"""docs/results/papers: every figure recomputed from a paper equals its formula's, every figure of our runs that of its file."""
 
 import ast
 import json
@@ -74,7 +74,7 @@ def starting(word: str) -> Iterator[tuple[Table, list[str]]]:
 
 
 def value(call: str) -> float:
-    """Of a call of `paper_counting`'s functions or `mean` on numbers, or of arithmetic on such."""
+    """Evaluate a call of a function of `paper_counting` or of `mean` on numbers, or arithmetic on such calls."""
 
     def read(node: ast.expr) -> Any:
         if isinstance(node, ast.BinOp):
@@ -89,7 +89,7 @@ def value(call: str) -> float:
 
 
 def rounded(number: float, like: str, how: str = ROUND_HALF_UP) -> Decimal:
-    """To as many places as `like` has."""
+    """Round `number` to as many decimals as `like` has."""
     return Decimal(repr(number)).quantize(Decimal(1).scaleb(-len(like.partition(".")[2])), how)
 
 
@@ -147,7 +147,7 @@ def same(printed: str, found: str | float | bool) -> bool:
 
 
 def test_cells_add_up() -> None:
-    """The README's table, from the pages' `cells` lines."""
+    """The README's table has the sums of the pages' `cells` lines."""
     counted: list[list[int]] = []
     for page in PAPERS.values():
         lines = re.findall(r"^- cells: (.*)$", text(page), re.M)

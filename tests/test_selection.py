@@ -1,4 +1,4 @@
-"""A quick run has every test function that is not marked, and every kind of store in every tenth one."""
+"""`selection.py`: of each function that is not left out some items are taken; over functions, every kind of store has its turn."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,14 +17,14 @@ from calib.runtime.tiered.plan import STORES as TIERED_STORES
 
 @dataclass
 class Row:
-    """Of a table of scenarios."""
+    """A row of a table of scenarios."""
 
     walk: str
     options: dict[str, Any]
 
 
 def product(name="test", **values):
-    """Items of a function `name` with every combination of its parameters' values, as pytest orders them."""
+    """Return items of a function `name` with every combination of its parameters' values, in pytest's order."""
     items = [{}]
     for key, those in values.items():
         items = [{**item, key: number} for item in items for number in range(len(those))]
@@ -70,7 +70,7 @@ def test_a_sample_has_every_tenth_kind_in_turn_and_every_value_and_another_case_
 
 
 def test_a_value_that_few_cases_have_is_in_a_sample():
-    """More values than kinds, each beside two cases."""
+    """There are more values of `length` than kinds of store, and each is combined with two cases only."""
     lengths = [f"length {number}" for number in range(2 * len(set(kinds().values())))]
     items = product(case=CASES, length=lengths)
     rare = [item for item in items if 0 <= item.callspec.indices["case"] - item.callspec.indices["length"] < 2]
@@ -102,7 +102,7 @@ def test_of_a_dataclass_every_field_and_every_option_is_in_a_sample():
 
 @pytest.mark.parametrize(("take", "left_out"), [(quick, ("slow", "full")), (sample, ("slow",))])
 def test_no_function_is_lost(request, take, left_out):
-    """Of all that this run has collected; what is marked by hand is not asked for."""
+    """Among the tests that this run collected; tests with a marker in `left_out` need not be taken."""
 
     def offered(items):
         return {function(item) for item in items if not any(map(item.get_closest_marker, left_out))}

@@ -1,4 +1,4 @@
-"""The tokenizer and the text of the embedded model's tests, made once a file."""
+"""The tokenizer and the text of the embedded model's tests, made once for each test file."""
 
 import pytest
 from toy_pretraining import PROSE
@@ -10,7 +10,7 @@ from calib.documents.words import WORDS
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    """Large enough that every word of the documents is one token."""
+    """A tokenizer large enough that every word of the documents is one token."""
     return train_tokenizer(PROSE * 20, vocabulary=2048, documents=300)
 
 

@@ -1,4 +1,4 @@
-"""`calib bench`: what a run writes, that rows take turns, that times and ratios are what a clock says, and who fails."""
+"""`calib bench`: the files of a run, the order of its rows, times and ratios under a made-up clock, and rows that fail."""
 
 import gc
 import json
@@ -31,7 +31,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
-    """No wait for threads to sleep; and garbage is not looked for among all that pytest holds."""
+    """Time without the pause for other threads, and let `gc.collect()` skip all that pytest holds."""
     monkeypatch.setattr(interleave, "PAUSE", 0)
     gc.freeze()
     yield
@@ -40,7 +40,7 @@ def _quick(monkeypatch):
 
 @pytest.fixture
 def bench(model, tmp_path, monkeypatch):
-    """Runs a small configuration with changes; the exit status and the document."""
+    """A function that runs a small configuration with changes and returns the exit status and the content of results.json."""
 
     def run(*words, **changes):
         content = {"model": model, "contexts": [40, 72], "new_tokens": 5, "turns": 2, "seed": 3, "methods": METHODS}
@@ -88,7 +88,7 @@ def test_a_run_writes_every_row_and_three_files(bench, tmp_path, capsys):
 
 
 class Clock:
-    """Stands still but for what rows take: made-up seconds for each, all of them slower from turn to turn."""
+    """A clock that advances only by made-up seconds of the rows' work; decoding takes longer in each later turn."""
 
     OPENING, TOKEN = 0.25, {"all": 2.0, "rtn-2": 1.0, "kivi": 8.0}
 
@@ -163,7 +163,7 @@ def test_rows_take_turns_in_another_order_each_time(bench, monkeypatch):
 
 
 def failing(monkeypatch, error, label="rtn-2", context=72, when=lambda row: True):
-    """From now on forwards of that row and context raise; returns weak references to all caches."""
+    """Make forwards of row `label` at `context` raise `error` after they have run; return weak references to all rows' caches."""
     forward, caches = OpenCache.forward, []
 
     def raising(row, tokens):
@@ -255,7 +255,7 @@ def test_caches_that_do_not_fit_together_are_measured_in_smaller_groups(bench, m
 
     def crowded(cell, names):
         groups.append(list(names))
-        clock.slow *= 2  # the machine, for whoever is in the next group
+        clock.slow *= 2  # as if the machine became slower before the next group
         if len(names) > 2 or "rtn-2" in names[1:]:
             raise torch.OutOfMemoryError("too many")
         return together(cell, names)
@@ -274,7 +274,7 @@ def test_caches_that_do_not_fit_together_are_measured_in_smaller_groups(bench, m
     ]
     found = {row["name"]: sorted(row["speedup"]) for row in document["cells"]}
     whole = ["decode", "first_token", "prefill"]
-    # Alone there is no decode of the baseline beside it.
+    # A row that is measured alone has no decode of the baseline to compare with.
     assert found == {"all": [], "rtn-2": whole[1:], "kivi": whole, "all again": whole}
     assert [rows(document, name=name)[0]["speedup"]["decode"] for name in ("kivi", "all again")] == [
         [0.25] * 3,

@@ -1,4 +1,4 @@
-"""The largest batch: bytes really are linear in rows, the batch computed from that fits, and what a GPU's tries do."""
+"""The largest batch: bytes are linear in batch rows, the batch computed from them fits, and on a GPU batches near it are tried."""
 
 import gc
 import json
@@ -45,7 +45,7 @@ def bench_model(folder):
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
-    """No wait for threads to sleep; and garbage is not looked for among all that pytest holds."""
+    """Time without the pause for other threads, and let `gc.collect()` skip all that pytest holds."""
     monkeypatch.setattr(interleave, "PAUSE", 0)
     gc.freeze()
     yield
@@ -83,7 +83,7 @@ def test_the_computed_batch_fits_and_one_more_does_not(bench_model, monkeypatch)
 
 
 def prepared(bench_model, memory, peak=None):
-    """The same model with another limit, and where it is asked for with a device that tells other peaks."""
+    """Return the bench model with another memory limit and, if given, with `peak` to report its memory peaks."""
     other = replace(bench_model, request=replace(bench_model.request, memory=memory))
     if peak is not None:
         other.__dict__["peak"] = peak
@@ -118,7 +118,7 @@ def test_the_peak_counts_where_it_tells_something():
 
 
 class Process(Peak):
-    """A CPU's process: 10 MB and 1 MB for each row of the prompt, and ups and downs from one run to the next."""
+    """A CPU process with a made-up peak: 10 MB, 1 MB for each batch row of the prompt, and the noise of that run."""
 
     def __init__(self, device, noise):
         super().__init__(device)
@@ -175,7 +175,7 @@ def test_tries_go_down_until_one_fits_and_else_one_step_up(computed, room, most,
 
 
 class MadeUp(Peak):
-    """A GPU's allocator as far as the tries ask it: 10 MB and 1 MB for each row of the last prompt."""
+    """A GPU's allocator with a made-up peak: 10 MB, and 1 MB for each batch row of the last prompt."""
 
     on_gpu = True
     rows = 0

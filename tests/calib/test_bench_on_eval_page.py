@@ -16,7 +16,7 @@ def folder(tmp_path_factory):
 
 
 def evaluated(folder, tmp_path, bench):
-    """The exit status of an evaluation with that file."""
+    """Return the exit status of `calib eval --bench` with the content `bench` in the file."""
     (tmp_path / "bench.json").write_text(bench if isinstance(bench, str) else json.dumps(bench))
     tasks = [{"task": "retrieval", "lines": [2], "cases": 2}]
     (tmp_path / "e.yaml").write_text(yaml.safe_dump({"model": folder, "methods": [{"method": "full"}], "tasks": tasks}))

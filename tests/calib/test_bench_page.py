@@ -1,4 +1,4 @@
-"""A bench's page: it draws what `results.json` holds, in a real browser as well, and obeys nothing of it."""
+"""A bench's page draws what `results.json` holds, also in a real browser, and shows all of its text as text."""
 
 import re
 import shutil

@@ -1,4 +1,4 @@
-"""What a bench is asked: flags and files, one line for every mistake, sizes as people write them."""
+"""Requests of `calib bench`: flags and files, an error of one line for every mistake, and sizes such as 24GiB."""
 
 from importlib import resources
 from pathlib import Path

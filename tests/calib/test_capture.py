@@ -84,7 +84,7 @@ def test_keys_before_rope_become_keys_by_the_models_own_rotation(kind):
     ],
 )
 def test_vectors_of_dictionaries_are_the_keys_of_a_cache_whatever_a_model_calls_its_key_norm(model_type, settings):
-    """HunYuan norms keys behind RoPE: what a cache unrotates there is no module's output."""
+    """HunYuan normalises keys after RoPE, so that the unrotated keys of a cache are no module's output."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **SIZES | settings)).eval()
     for name, parameter in model.named_parameters():
@@ -109,7 +109,7 @@ def test_vectors_of_dictionaries_are_the_keys_of_a_cache_whatever_a_model_calls_
 
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_rows_may_begin_anywhere(kind):
-    """What a model says there is the same, and keys are rotated farther."""
+    """Rows with positions that begin above 0: keys before RoPE and values are the same, and keys are rotated by those positions."""
     model = toy_model(kind)
     tokens, mask, index = batch(padding=5)
     begins = torch.tensor([100, 3])

@@ -1,4 +1,4 @@
-"""Programs of others in a process of their own: which end well, what stops the others, and what they get to see."""
+"""`ends_well` runs a program in a process of its own: which programs end well, which limits stop others, and what one can see."""
 
 import os
 import time
@@ -72,7 +72,7 @@ def test_memory_and_files_are_limited(program):
 
 
 def test_a_fork_has_no_more_memory_and_does_not_outlive_it(tmp_path):
-    """For root, whom the limit of processes does not hold for; others cannot fork at all."""
+    """As root, to whom the limit on processes does not apply; other users cannot fork at all."""
     large, alive = tmp_path / "large", tmp_path / "alive"
     program = (
         "import os, time\n"
@@ -99,7 +99,7 @@ def test_a_fork_has_no_more_memory_and_does_not_outlive_it(tmp_path):
 
 
 def runs(process):
-    """Whether there is such a process and it is no ended one that waits to be collected."""
+    """Whether there is such a process and it is no zombie."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:

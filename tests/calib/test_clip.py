@@ -19,7 +19,7 @@ pytestmark = pytest.mark.arithmetic
 
 
 def output(queries, keys, values, row, window) -> torch.Tensor:
-    """Attention of one query row of one head in float64, a token at a time."""
+    """Return the attention output of one query row of one head in float64, a token at a time."""
     first = 0 if window is None else max(0, row - window + 1)
     logits = [float(queries[row] @ keys[t]) * 32**-0.5 for t in range(first, row + 1)]
     weights = [math.exp(x - max(logits)) for x in logits]
@@ -31,7 +31,7 @@ def output(queries, keys, values, row, window) -> torch.Tensor:
 @pytest.mark.parametrize("window", [None, 10])
 @pytest.mark.parametrize("form", forms(32), ids=lambda form: f"{form.stream}-{form.name}")
 def test_clip_errors_against_a_loop(form, window):
-    """Every number that decides a factor, for each form, from definitions: quantise one stream, attend, sum squares."""
+    """The error of each factor, for each form, by its definition: quantise keys or values, attend, sum squared output errors."""
     one = sample(batch=1, window=window)
     ranges = {}
     for statistic in (ChannelRanges(SHAPE), ChannelScales(SHAPE)):
@@ -114,7 +114,7 @@ def test_few_levels_want_a_smaller_clip_than_many():
 
 @pytest.mark.parametrize("bits", [1, 2, 4])
 def test_factors_far_from_the_best_are_not_tried_and_the_same_are_chosen(bits, monkeypatch):
-    """What is left out counts with an error above FAR times the least."""
+    """A factor that is not tried gets an error above FAR times the least."""
     one, ranges = sample(tokens=128, spread=0.3), {}
     for statistic in (ChannelRanges(SHAPE), ChannelScales(SHAPE)):
         statistic.observe(one)

@@ -1,4 +1,4 @@
-"""`calib eval --compare`: figures now and then, what only one run has, what else differs; and files that are no run."""
+"""`calib eval --compare`: figures of this run (now) and an earlier one (then), all other differences, and files that are no run."""
 
 import json
 

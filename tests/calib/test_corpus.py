@@ -98,7 +98,7 @@ def test_generated_text_is_half_retrieval_half_sampled_and_seeded():
 
 
 def test_sampled_text_goes_on_behind_an_end_of_text():
-    """Also where the model's own settings would stop there; they are as they were afterwards."""
+    """Also if the model's generation config would stop there; that config is the same afterwards."""
     model = toy_model()
     before = model.generation_config
     found = sampled_text(model, 1, 200, 6, seed=0)
@@ -134,7 +134,7 @@ def test_batches_cover_the_sequences_once_over_all_processes_and_can_be_taken_up
 
 
 def test_sequences_begin_anywhere_below_the_positions_asked_for():
-    """Evenly, by their number alone: the same in every process and after an interruption."""
+    """First positions are spread evenly and depend on the sequence's number alone: the same in every process and after a resume."""
     sequences = torch.zeros(60, 128, dtype=torch.int64)
     began = torch.cat([batch.begins for batch in TokenBatches(sequences, 0, 8, positions=1128)])
     assert began[0] == 0 and int(began.min()) >= 0 and int(began.max()) <= 1000

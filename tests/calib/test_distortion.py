@@ -1,4 +1,4 @@
-"""The task `distortion`: its figures and words, what has no distance, and what it refuses."""
+"""The task `distortion`: its figures and words, methods without a distance, and what it refuses."""
 
 import json
 
@@ -13,7 +13,7 @@ from calib.evaluate.cell import Cell
 from calib.evaluate.entries import Given, MethodEntry
 from calib.evaluate.tasks.distortion import Distortion
 
-# Decibels of two runs whose sums are in other orders.
+# Tolerance in decibels: the sums of two runs have different orders.
 DECIBELS = 1e-3
 
 
@@ -62,7 +62,7 @@ def test_words():
 
 @pytest.mark.full
 def test_a_model_whose_layers_round_differently_with_another_cache():
-    """With a soft cap our attention is not SDPA's: what a layer is given must be what this cache was given."""
+    """With a soft cap calib's attention rounds unlike SDPA: errors must be relative to the keys and values that this cache got."""
     layers = ["full_attention", "sliding_attention", "full_attention"]
     with torch.random.fork_rng():
         torch.manual_seed(0)

@@ -34,7 +34,7 @@ def test_documents_depend_on_the_key_alone():
 
 
 def test_the_generator_is_the_same_in_every_version():
-    """Written down once: a change here changes every fitted and trained thing that is made from seeds."""
+    """A case with its text written out: if the generator changes, so does every artifact and model that is made from seeds."""
     case = retrieval_cases(0, 1, 2, digits=2)[0]
     assert (case.prompt, case.answer) == ("line floor: 21\nline tea: 46\n?\nline tea: ", "46")
 

@@ -24,7 +24,7 @@ NEEDLE = re.compile(r"The number of (\w+) is (\d+)")
 
 
 def keys_and_pairs(split, keys, documents=150):
-    """Neighbouring keys (unordered) and pairs of key and number of many documents."""
+    """Return the unordered pairs of neighbouring keys, and the pairs of key and number, of many documents."""
     neighbours, pairs = set(), set()
     for index in range(documents):
         pieces = keyed_lines(keyed_random("split", index), 40, 0, 2, "plain", split, keys)

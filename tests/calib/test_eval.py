@@ -1,4 +1,4 @@
-"""`calib eval`: what a run writes and prints, that it repeats, goes on where it was, and survives a failing cell."""
+"""`calib eval`: what a run writes and prints; it is reproducible, resumes, and survives a failing cell."""
 
 import json
 import re
@@ -47,7 +47,7 @@ def config(model, tmp_path):
 
 
 def run(config, output, *words):
-    """The exit status and the document."""
+    """Return the exit status and the content of results.json."""
     status = cli.main(["eval", "--config", config, "--output", str(output), *words])
     return status, json.loads((output / "results.json").read_text())
 
@@ -216,7 +216,7 @@ def test_a_damaged_cell_is_measured_again(config, tmp_path, capsys):
 
 
 def test_names_with_brackets_are_names(config, tmp_path, monkeypatch, capsys):
-    """And no mark-up of the library that draws tables and bars, which leaves `[such]` out and ends at `[/such]`."""
+    """Names are not read as mark-up of rich, which draws tables and bars: it would drop `[such]` and fail at `[/such]`."""
     monkeypatch.setattr("rich.console.Console.is_terminal", True)
     file, names = tmp_path / "brackets.yaml", ("[Low bits]", "rtn [2 bits]", "text [/such]")
     methods = [{"group": names[0]}, {"name": names[1], "method": "rtn", "bits": 2}]
@@ -231,7 +231,7 @@ def test_names_with_brackets_are_names(config, tmp_path, monkeypatch, capsys):
 
 
 def test_an_artifact_of_another_model_is_refused(config, tmp_path, capsys):
-    """Also where no row reads it."""
+    """Also if no row uses the artifact."""
     file = tmp_path / "other.calib.safetensors"
     Artifact({}, fingerprint(toy_model(seed=1)), {}).save(file)
     assert cli.main(["eval", "--config", config, "--output", str(tmp_path / "out"), "--artifact", str(file)]) == 2

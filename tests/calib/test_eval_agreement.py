@@ -1,4 +1,4 @@
-"""Agreement with the full cache against the same comparison spelled out, and how long the full cache's answers live."""
+"""The task `agreement` against the same comparison spelled out, and how long the full cache's answers are kept."""
 
 from contextlib import contextmanager
 
@@ -28,7 +28,7 @@ def column(model, batch_size=2, limit=None, **options):
 
 
 def spelled_out(model, tokens, chunk, method, **options):
-    """Logits [rows, tokens, vocabulary] and each layer's attention outputs behind the prefill of 16, by hand."""
+    """Return logits [rows, tokens, vocabulary] and each layer's attention outputs of the tokens after a prefill of 16."""
     outputs = [[] for _ in model.model.layers]
     with compress(model, method, **options) as cache:
         feed = Feed(model, cache)
@@ -80,7 +80,7 @@ def test_the_three_measures_of_two_bits(model, chunk):
 
 @pytest.mark.full
 def test_a_guess_that_is_taken_along_is_not_compared(model):
-    """SpeCache's forwards of one token are of two. With all tokens fetched its first layer computes what the full one does."""
+    """SpeCache's decode step adds a speculative token, which is not compared. With all tokens fetched its first layer is exact."""
     found = figures(column(model, chunk=1), model, "specache", k=64, bits=2)
     assert found["error at layer 0"] < 1e-5 and found["tokens"] == 96
     assert figures(column(model, chunk=1), model, "offload")["error"] < 1e-5
@@ -88,7 +88,7 @@ def test_a_guess_that_is_taken_along_is_not_compared(model):
 
 @contextmanager
 def counted(monkeypatch, kept):
-    """How often a full cache is made while at most `kept` bytes may be."""
+    """Yield the list of full caches that the task makes while it may keep at most `kept` bytes of answers."""
     made = []
     with monkeypatch.context() as patched:
         patched.setattr(agreement, "KEPT_BYTES", kept)
@@ -124,10 +124,10 @@ def test_a_model_is_left_as_it_was_also_by_a_failure(model, monkeypatch):
         patched.setattr(Feed, "__call__", failing)
         with pytest.raises(MemoryError) as failed:
             figures(both, model, "rtn", bits=2)
-    assert failed.tb is not None  # somebody still holds the error, and all it came through
+    assert failed.tb is not None  # the error's frames are still held
     assert model.config._attn_implementation == before
     assert not any(module._forward_hooks for module in model.modules())
-    assert not both._kept  # half a batch's answers are nobody's
+    assert not both._kept  # answers of a part of a batch are not kept
     assert figures(both, model, "rtn", bits=2) == figures(column(model), model, "rtn", bits=2)
 
 

@@ -29,7 +29,7 @@ def column(model, task="retrieval", template=CHAT, **options):
 
 
 def read(column):
-    """(what is prefilled, what follows, [asked numbers]) of each row, special tokens shown."""
+    """Yield (prefilled text, text after it, `asked` of its tokens) of each row, special tokens included."""
     tokenizer = chat_tokenizer()
     (made,) = column.batches()
     rows = zip(*(part.tolist() for part in made), strict=True)

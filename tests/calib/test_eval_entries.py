@@ -1,4 +1,4 @@
-"""Rows that are no method of ours: caches of transformers, and answers given elsewhere to written cases."""
+"""Rows that are no method of calib: caches of transformers, and another program's answers to written cases."""
 
 import json
 from importlib.util import find_spec
@@ -60,7 +60,7 @@ def test_the_dynamic_cache_says_what_our_full_one_says(folder, tmp_path):
         ours, theirs = cells["ours", title], cells["theirs", title]
         assert theirs["figures"] == pytest.approx(ours["figures"], rel=1e-4)
         assert theirs["method"] == "peer dynamic" and theirs["sizes"]["predicted_bytes"] is None
-    # Of float32; what is padded is held and is no value.
+    # The model is float32; padding takes memory, but its values are not counted.
     assert cells["theirs", "perplexity"]["sizes"]["bits_per_value"] == 32
     assert cells["theirs", "3 lines"]["sizes"]["bits_per_value"] >= 32
 
@@ -90,7 +90,7 @@ def test_a_quantised_cache_is_really_used_and_weighed(given, bits):
     ((_, size), *_) = entry.answers(given, text, text.batches())
     rows, config = len(text.batches()[0]), given.model.config
     assert size.values == rows * 47 * values_of_token(config)
-    # Walked by hand: codes, scales and shifts of each layer, and its exact tokens.
+    # The bytes by hand: codes, scales and shifts of each layer, and its exact tokens.
     cache = QuantizedCache("quanto", config, nbits=bits, axis_key=0, axis_value=0, q_group_size=16, residual_length=8)
     with torch.no_grad(), counting(given.model, cache) as seen:
         given.model(text.batches()[0][:, :20], past_key_values=cache)
@@ -116,7 +116,7 @@ def test_only_real_tokens_of_the_cache_itself_count(given):
 
 @pytest.mark.parametrize("words", [[], ["--only", "theirs"]])
 def test_a_run_of_no_cells_is_refused(folder, tmp_path, capsys, words):
-    """It wrote a report of nothing, over one of an earlier run."""
+    """Such a run must not replace the report of an earlier one by an empty one."""
     methods = METHODS if words else METHODS[1:]
     assert (
         evaluated(folder, tmp_path, methods, *words, tasks=[{"task": "distortion", "length": 40, "sequences": 2}])[0]
@@ -165,7 +165,7 @@ def test_refused_rows(folder, tmp_path, capsys, entry, text):
 
 
 def answered(cases, given, **changes):
-    """What another library would write, answering with a DynamicCache of its own."""
+    """Return the results that another library would write, here those of a DynamicCache."""
     written = []
     for column, content in zip(columns(given), cases["columns"], strict=True):
         parts, sizes, values = [], [], []
@@ -269,7 +269,7 @@ def test_rows_of_a_list():
 
 @pytest.mark.full
 def test_agreement_of_a_peer_is_the_same_beside_a_live_cache_of_ours(given, monkeypatch):
-    """Answers of the full cache that are not kept are computed again meanwhile, with our attention on the model."""
+    """Answers of the full cache that are not kept are computed again during the peer's run, with calib's attention on the model."""
     found = []
     for room in (2**30, 0):
         monkeypatch.setattr(agreement, "KEPT_BYTES", room)

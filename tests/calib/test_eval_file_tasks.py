@@ -21,7 +21,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def larger(tmp_path_factory):
-    """Made for more than the toy's 256 bytes, which the words about a pass key alone exceed; says letters alone."""
+    """A toy model for 512 tokens instead of 256, which the prompt of a pass key alone exceeds; it generates letters only."""
     made = letters_alone(toy_model())
     made.config.max_position_embeddings = 512
     return str(save_toy(tmp_path_factory.mktemp("larger"), model=made))
@@ -29,7 +29,7 @@ def larger(tmp_path_factory):
 
 @pytest.fixture
 def evaluate(model, tmp_path, capsys):
-    """Runs tasks; the exit status, what was printed, and the results where there are any."""
+    """A function that runs tasks; returns the exit status, the output, and results.json, or after a failure whether it exists."""
 
     def run(*tasks, model=model):
         config, output = tmp_path / "files.yaml", tmp_path / "out"

@@ -72,7 +72,7 @@ def test_a_prompt_is_the_examples_an_empty_line_and_the_question(model, files):
 
 
 def test_generation_ends_at_the_next_question(model, files):
-    """Stopped at a text that the model says by itself: all that is behind it is not looked at, and not generated."""
+    """With a stop text that the model generates by itself, the answer ends before that text."""
     asked, texts = column(model, files, new_tokens=30, limit=1), []
     asked.right = lambda text, answer: bool(texts.append(text))
     figures(asked, model, "full")

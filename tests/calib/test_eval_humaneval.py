@@ -18,7 +18,7 @@ from calib.evaluate.tasks.humaneval import Problem, passes
 
 TEST = "\n\ndef check(candidate):\n    assert candidate(2) == 3\n    assert candidate(-1) == 0\n"
 ADD = {"task_id": "toy/0", "prompt": "def add(x):\n", "entry_point": "add", "test": TEST, "canonical_solution": ""}
-# The letters that a model says in between are a text, so that the first function is right and the second wrong.
+# The letters that the model generates end in a string literal, so that the first function is right and the second wrong.
 SAID = [
     {**ADD, "prompt": f'def add(x):\n    return x + {step}\n\n\nSAID = """', "test": f'"""\n{TEST}'} for step in (1, 2)
 ]
@@ -116,7 +116,7 @@ def test_indentation_behind_a_prompt_is_kept():
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>")
     context, new = [3, *[0, 1, 2] * 4], [0, 0, 1, 2, 0, 1]
     assert alone(tokenizer, context, new) == " a\n a" and behind(tokenizer, context, new) == "  a\n a"
-    assert behind(tokenizer, [3], new) == " a\n a"  # nothing before it: a front
+    assert behind(tokenizer, [3], new) == " a\n a"  # nothing before it: the text is its beginning
 
 
 def test_nothing_runs_unasked(file):

@@ -49,7 +49,7 @@ def column(model, file, tokenizer=None, limit=None, batch_size=4, **options):
 
 
 def said(model, text, new=8):
-    """What the model generates behind the text without any cache of ours."""
+    """Return the model's greedy continuation of `text` with transformers' own cache."""
     tokenizer = toy_tokenizer()
     ids = torch.tensor([tokenizer(text)["input_ids"]])
     made = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False)
@@ -181,7 +181,7 @@ def test_long_prompts_lose_their_middle(model, tmp_path, longest):
 
 @pytest.mark.full
 def test_a_model_that_finds_the_line(tmp_path):
-    """Generated answers are exact just where the retrieval task's scored ones are."""
+    """The share of exact answers, which are generated here, equals that of the retrieval task, which scores the true answers."""
     model, tokenizer = load("artifacts/tiny-llama", "float32")
     path = tmp_path / "own.jsonl"
     cases = retrieval_cases(20, 6, 12)

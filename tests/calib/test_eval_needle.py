@@ -1,4 +1,4 @@
-"""Needles: where they lie, what the grid's figures are of, and what a model that can find them finds."""
+"""The task `needle`: the depths of needles, the figures of its grid, and a model that finds needles."""
 
 from pathlib import Path
 
@@ -44,7 +44,7 @@ def rows(column):
 
 
 def depth_of(prompt):
-    """Where the needle's text begins, of all text that is not its own."""
+    """Return the depth of the needle: the share of the other text that lies before it."""
     before, _, after = prompt.rpartition("\n?\n")[0].partition(" The number of ")
     return len(before) / (len(before) + len(after.partition(".")[2]))
 

@@ -21,7 +21,7 @@ GARBAGE = " ".join(["The grass is green. The sky is blue. The sun is yellow. Her
 
 @pytest.fixture(scope="module")
 def model():
-    """The prompt alone is longer than the 256 bytes that the toy is made for."""
+    """A toy model for 1024 tokens instead of 256, which the prompt alone exceeds."""
     made = toy_model()
     made.config.max_position_embeddings = 1024
     return made
@@ -101,7 +101,7 @@ def test_a_template_s_words_count(model):
 
 
 def test_no_row_exceeds_its_length(model):
-    """The sentences begin anew behind the key, and may then take more than those that were counted."""
+    """The filler begins anew after the key, and its sentences may then take more tokens than those that were counted."""
     for length in range(400, 430):
         assert max(len(prompt) for prompt, _ in rows(column(model, lengths=[length], limit=5))) <= length - 8
 

@@ -80,7 +80,7 @@ def test_every_query_is_exact_or_not_by_its_own_tokens(model):
     three = column(model)
     (made,) = three.batches()
     with torch.no_grad():
-        # What the model says after the true tokens; wrong again in one token of row 0's query 2 and of row 3's query 3.
+        # The model's predictions after the true tokens, row by row without padding.
         logits = [model(torch.cat((p[m > 0], a))[None]).logits[0] for p, m, a in zip(*made[:3], strict=True)]
     scores = []
     for row, asked in enumerate(made.asked):
@@ -90,7 +90,7 @@ def test_every_query_is_exact_or_not_by_its_own_tokens(model):
     with compress(model, "full") as cache:
         exact, likely = three.measure(cache, made)
     assert exact.view(4, 3).tolist() == scores and len(likely) == 48
-    # A number of one token that the model says itself is exact; everything before it stays as it was.
+    # An answer of one token that is the model's own prediction is exact.
     answers, asked = made.answers.clone(), torch.zeros_like(made.asked)
     asked[:, 0], asked[:, 5] = 1, 2
     answers[:, 0] = torch.stack([part[-len(made.asked[0]) - 1].argmax() for part in logits])

@@ -42,7 +42,7 @@ def earlier(model, tmp_path_factory):
 
 
 def ask(folder, model, content, *words):
-    """The status of a run of `ASKED` with changes, into the folder's `out`."""
+    """Return the exit status of a run of `ASKED` with changes, into the folder's `out`."""
     file = folder / "asked.yaml"
     file.write_text(yaml.safe_dump({"model": model, **ASKED, **content}))
     return cli.main(["eval", "--config", str(file), "--output", str(folder / "out"), *words])
@@ -53,7 +53,7 @@ def results(folder):
 
 
 def changed(earlier, folder, change):
-    """The earlier run with something in it that `change` has changed."""
+    """Write a copy of the earlier run to which `change` was applied; return its path."""
     content = json.loads(earlier.read_text())
     change(content)
     file = folder / "changed.json"
@@ -63,7 +63,7 @@ def changed(earlier, folder, change):
 
 @pytest.fixture
 def measured(monkeypatch):
-    """The cells that are measured, by name and column."""
+    """A list that gets the row and column of each cell that is measured."""
     found, measure = [], Cell.measure
 
     def watched(self, *args):
@@ -89,7 +89,7 @@ def test_a_fresh_clone_goes_on_from_a_committed_file(model, earlier, tmp_path, m
     said = f"4 cells were taken over from an earlier run and not measured here: its results.json has the SHA-256 {source[DIGEST]}"
     assert all(said in (tmp_path / "out" / name).read_text() for name in ("report.md", "report.html"))
 
-    measured.clear()  # kept as finished ones: the same again, and without the file
+    measured.clear()  # reused cells stay finished, with the file and without it
     assert ask(tmp_path, model, {"methods": more}, "--reuse", str(earlier)) == 0
     assert ask(tmp_path, model, {"methods": more}) == 0
     assert not measured and results(tmp_path) == now
@@ -192,7 +192,7 @@ def test_a_cell_that_is_another_is_measured(model, earlier, tmp_path, measured, 
 
 @pytest.mark.full
 def test_an_artifact_is_told_by_its_bytes(model, tmp_path, measured, capsys):
-    """The same file gives its cells, another of the same name does not."""
+    """Cells are reused with the same artifact, but not with another one in a file of the same name."""
     calibrated = {"methods": [METHODS[0], {"name": "given", "method": "full", "artifact": True}]}
     file = tmp_path / "toy.calib.safetensors"
     Artifact({}, fingerprint(toy_model()), {"seed": 1}).save(file)
@@ -211,7 +211,7 @@ def test_an_artifact_is_told_by_its_bytes(model, tmp_path, measured, capsys):
 
 @pytest.mark.full
 def test_a_package_that_answers_is_told_with_its_version(model, tmp_path, measured, monkeypatch, capsys):
-    """One that a file does not name may have been any."""
+    """A cell for which the package's version is not recorded is measured again."""
     said = {"optimum-quanto": "0.2.6"}
     monkeypatch.setattr("calib.evaluate.entries.method.MethodEntry.packages", said, raising=False)
     folders = [tmp_path / name for name in ("first", "same", "other", "untold")]
@@ -228,7 +228,7 @@ def test_a_package_that_answers_is_told_with_its_version(model, tmp_path, measur
     said["optimum-quanto"] = "0.2.7"
     assert ask(folders[2], model, {}, "--reuse", str(file)) == 2
     assert "optimum-quanto 0.2.6 (now 0.2.7)" in capsys.readouterr().err
-    # Of its own finished cells none is taken, either.
+    # The run's own finished cells are not used either.
     assert ask(folders[0], model, {}) == 0 and measured == FEW[:1] + EVERY
 
 
@@ -240,7 +240,7 @@ def test_a_file_of_an_earlier_release_says_nothing_of_its_tokenizer(model, earli
 
 @pytest.mark.full
 def test_finished_cells_are_those_of_their_tokenizer(model, tmp_path, measured):
-    """Two tokenizers of the same folder and weights make other tokens of the same text."""
+    """Another tokenizer in the same folder, with the same weights, makes other tokens of a text: all cells are measured again."""
     folder = tmp_path / "model"
     shutil.copytree(model, folder)
     assert ask(tmp_path, str(folder), {}) == 0

@@ -51,7 +51,7 @@ def words(toy: Path, *more: str, output: str = "out/toy.calib.safetensors") -> l
 
 @pytest.fixture(scope="module")
 def fitted(toy, tmp_path_factory):
-    """The bytes of an uninterrupted fit, made in a folder of its own."""
+    """The artifact's path of an uninterrupted fit, made in a folder of its own."""
     here = Path.cwd()
     os.chdir(tmp_path_factory.mktemp("uninterrupted"))
     try:
@@ -186,7 +186,7 @@ def test_a_fit_that_fails_anywhere_goes_on_from_there(toy, fitted, tmp_path, mon
     assert main(words(toy, "--trainer.logger=false")) == 1
     assert not (tmp_path / "out").exists()
     assert main(words(toy, "--trainer.logger=false", "--ckpt_path=last")) == 0
-    # Whoever gives that file to another fit would go on with this one.
+    # Saved with ckpt_path, this file would make another fit resume this run.
     assert yaml.safe_load((tmp_path / "runs/toy/config.yaml").read_text()).get("ckpt_path") is None
     assert [name for name in run if name != "cut"] == ["statistics"] * 4 + ["sensitivity"] * 4 + ["clip"] * 2 + [
         "evaluate"
@@ -199,8 +199,8 @@ def test_a_fit_that_is_killed_leaves_the_old_artifact_and_resumes_to_the_same_by
     output = tmp_path / "out/toy.calib.safetensors"
     output.parent.mkdir()
     output.write_bytes(b"the old one")
-    # Slow enough to be caught in the act: the same numbers in eleven times as many factors would be another artifact,
-    # so the process sleeps after each batch instead.
+    # The process sleeps after each batch of a stage, so that it is killed within the stage. More clip factors would be slow as
+    # well, but give another artifact.
     code = (
         "import sys, time; from calib.fit.calibration import Calibration as C; step = C.training_step\n"
         "def slow(self, batch, i): step(self, batch, i); time.sleep(0.4 if self.stage.name == 'clip' else 0)\n"
@@ -234,7 +234,7 @@ def test_a_finished_run_is_not_run_again(toy, fitted, tmp_path, monkeypatch):
 
 @pytest.mark.full
 def test_a_full_disk_in_the_middle_of_a_checkpoint_is_told_and_leaves_nothing(toy, tmp_path):
-    """torch says "unexpected pos 64 vs 0"."""
+    """torch's own message is "unexpected pos 64 vs 0"."""
     code = (
         "import resource, signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))\n"
@@ -248,19 +248,19 @@ def test_a_full_disk_in_the_middle_of_a_checkpoint_is_told_and_leaves_nothing(to
 
 
 def test_a_callback_that_ends_a_stage_early_ends_the_fit(toy, tmp_path, capsys):
-    """It wrote an artifact of no batches at all, with errors of 0, and checkpoints of finished stages."""
+    """It must not write an artifact of no batches, with errors of 0, or checkpoints of stages as if they had finished."""
     timer = "--trainer.callbacks=Timer"
     assert main(words(toy, "--trainer.logger=false", timer, "--trainer.callbacks.duration=00:00:00:00")) == 2
     err = capsys.readouterr().err
     assert "calib: error: trainer.callbacks: one of them ended a stage early" in err and err.count("\n") == 1
     assert not (tmp_path / "out").exists() and not list((tmp_path / "runs").rglob("*.ckpt"))
     (callback,) = yaml.safe_load((tmp_path / "runs/toy/config.yaml").read_text())["trainer"]["callbacks"]
-    assert callback["init_args"]["interval"] == "step"  # which could not be written, and ended the fit
+    assert callback["init_args"]["interval"] == "step"  # formerly not writable as YAML, which ended the fit
 
 
 @pytest.mark.full
 def test_a_run_does_not_go_on_under_other_software(toy, tmp_path, monkeypatch, capsys):
-    """The artifact names the versions that measured it, and half of it would be by others."""
+    """The artifact records the versions that measured it, which would be wrong for the other part of it."""
     with monkeypatch.context() as cut:
         cut.setattr("calib.fit.command.fit_dictionaries", lambda *_: (_ for _ in ()).throw(RuntimeError("cut")))
         assert main(words(toy, "--trainer.logger=false")) == 1
@@ -281,7 +281,7 @@ def test_checkpoints_hold_no_language_model(toy, tmp_path):
 
 @pytest.mark.full
 def test_rotations_are_measured_where_they_are_asked_for(toy, fitted, tmp_path):
-    """Beside the same ranges; and the method that reads them takes the artifact."""
+    """A fit with rotations adds their tensors and has the same ranges; `oscar`, which reads them, runs with the artifact."""
     assert main(words(toy, "--model.rotations=true", "--model.klt=false", "--trainer.logger=false")) == 0
     without, artifact = Artifact.load(fitted), Artifact.load(tmp_path / "out/toy.calib.safetensors")
     assert artifact.tensors.keys() - without.tensors.keys() == {"keys.rotation", "values.rotation"}
@@ -295,7 +295,7 @@ def test_rotations_are_measured_where_they_are_asked_for(toy, fitted, tmp_path):
 
 @pytest.mark.full
 def test_codes_are_fitted_where_they_are_asked_for(toy, fitted, tmp_path):
-    """Beside the same other tensors; and at the same bits chunks of such text come back nearer than head by head."""
+    """A fit with storage codes adds their tensors alone; at 2 bits their squared errors are below half those of `heads`."""
     assert main(words(toy, "--model.storage=true", "--trainer.logger=false")) == 0
     without, artifact = Artifact.load(fitted), Artifact.load(tmp_path / "out/toy.calib.safetensors")
     ours = {f"{stream}.{kind}" for stream in STORAGE for kind in (*KINDS, "matrix")}
@@ -384,6 +384,6 @@ def test_two_processes_measure_what_one_does(toy, fitted, tmp_path):
 
 
 def test_statistics_of_the_embedded_shape_fit_in_little_memory():
-    """What is held for Llama 2 7B at float32 ranges: a few megabytes, whatever the number of tokens."""
+    """The float32 ranges for the shape of Llama 2 7B: 2 MiB."""
     ranges = ChannelRanges(Shape(layers=32, heads=32, kv_heads=32, head_dim=128))
     assert sum(buffer.nbytes for buffer in ranges.buffers()) == 4 * 32 * 32 * 128 * 4

@@ -82,7 +82,7 @@ def test_the_recorded_loss_is_that_of_the_artifacts_atoms_on_held_out_keys_befor
 
 @pytest.mark.full
 def test_keys_in_chunks_have_narrower_atoms(toy):
-    """And whole values wider ones; `csr` takes both numbers from the artifact."""
+    """Keys in 4 chunks have atoms of 8 channels, whole values atoms of 32; `csr` takes both numbers of chunks from the artifact."""
     chunks = ["--model.dictionary.key_chunks=4", "--model.dictionary.value_chunks=1"]
     assert main(words(toy, *chunks, "--model.dictionary.keys_sparsity=1")) == 0
     artifact = Artifact.load("toy.safetensors")
@@ -95,8 +95,8 @@ def test_keys_in_chunks_have_narrower_atoms(toy):
 
 
 def check_losses(toy: Path, artifact: Artifact, pairs: dict[str, int]) -> list[dict]:
-    """The groups' records. Nothing of the pipeline is used but the corpus: keys and values are the outputs of the model's own
-    projections, cut into what atoms have room for; `pairs` of each such part."""
+    """Check the recorded loss of each group and return the records. Keys and values are outputs of the model's own projections on
+    the held-out text, cut into vectors of an atom's length; each is coded with `pairs` of its stream."""
     corpus = CaptureData(
         str(toy / "llama"), text=str(toy / "text.txt"), length=64, sequences=8, heldout_sequences=2, batch_size=2
     ).load()[2]
@@ -166,7 +166,7 @@ class PowerCut(RuntimeError):
 @pytest.mark.full
 @pytest.mark.parametrize(("stage", "steps"), [("measuring", 3), ("training", 1), ("training", 13)])
 def test_a_fit_that_fails_anywhere_goes_on_from_there(toy, fitted, tmp_path, monkeypatch, stage, steps):
-    """4 batches of statistics, 1 of clip factors, 1 of evaluation, then 3 epochs of 8 steps."""
+    """4 batches of statistics and of sensitivities, 1 of clip factors, 1 of evaluation, then 3 epochs of 8 steps."""
     owner = Calibration if stage == "measuring" else NeuralDictionaries
     step, run = owner.training_step, []
 
@@ -183,7 +183,7 @@ def test_a_fit_that_fails_anywhere_goes_on_from_there(toy, fitted, tmp_path, mon
         monkeypatch.setattr(Calibration, "training_step", lambda *_: pytest.fail("a finished stage ran again"))
     assert main(words(toy, "--ckpt_path=last")) == 0
     assert (tmp_path / "toy.safetensors").read_bytes() == fitted.read_bytes()
-    # What is left when all is done: no step at all.
+    # A finished run that is resumed runs no step.
     monkeypatch.setattr(Calibration, "training_step", lambda *_: pytest.fail("a finished stage ran again"))
     monkeypatch.setattr(NeuralDictionaries, "training_step", lambda *_: pytest.fail("a finished stage ran again"))
     Path("toy.safetensors").unlink()

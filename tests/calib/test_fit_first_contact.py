@@ -1,4 +1,4 @@
-"""What a first `calib fit` shows: at once what it is going to do, a line for each silent phase, what it leaves; and its help."""
+"""The output of a first `calib fit`: at once what it will do, a line for each silent phase, the files it leaves; and its help."""
 
 import pytest
 

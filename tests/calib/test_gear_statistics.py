@@ -100,7 +100,7 @@ def decoded(x: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def residual(x: torch.Tensor, stream: str, group: tuple[int | None, int | None], bits: int) -> torch.Tensor:
-    """R of one head's `x [T, D]` in float64, row by row and group by group."""
+    """Return what quantisation loses of one head's `x [T, D]` without its outliers, in float64, row by row and group by group."""
     tokens, channels = x.shape
     filled, outlier = x.clone(), torch.zeros_like(x, dtype=torch.bool)
     for row in range(channels if stream == "keys" else tokens):
@@ -121,7 +121,7 @@ def residual(x: torch.Tensor, stream: str, group: tuple[int | None, int | None],
 
 @pytest.fixture(scope="module")
 def bases():
-    """Of every form at 2 and 4 bits, with the sample they are from."""
+    """A sample, and the tensors of its residual bases of every form at 2 and 4 bits."""
     one = sample(batch=2, tokens=130)
     one.keys.add_(5)  # 0 is far outside: outliers filled with it would show
     one.values.add_(5)
@@ -136,7 +136,7 @@ def test_every_form_and_width_has_a_basis(bases):
 @pytest.mark.parametrize("bits", [2, 4])
 @pytest.mark.parametrize("key", FORMS, ids=" ".join)
 def test_a_basis_takes_all_that_any_basis_of_its_size_takes(bases, key, bits):
-    """Of the residual in float64; no code of this sample lies so near a border that float32 decides otherwise."""
+    """Against eigenvalues of the residual in float64; no value of this sample is so near a code's border that float32 differs."""
     one, found = bases
     stream, name = key
     basis = found[f"{stream}.residual.{name}.{bits}"]

@@ -1,4 +1,4 @@
-"""Derivatives of what a model says by its keys and values: against differences, alone of all that is beside, and refused."""
+"""Derivatives of log-probabilities by keys and values: against differences, independent of the batch, and what is refused."""
 
 import pytest
 import torch
@@ -23,11 +23,11 @@ def batch(rows=2, tokens=40, padding=7):
 
 
 def test_derivatives_are_what_a_small_change_of_the_cache_does(model):
-    """By differences, through transformers' own cache: no part of the capture takes part."""
+    """Against differences through transformers' own cache, without any part of the capture."""
     ids = batch()[0][1:]
-    # In float64, but for norms, which the model computes in float32: so differences are not too small.
+    # In float64, except norms, which the model computes in float32: so the differences must not be too small.
     pairs = derivatives(model.double(), ids, torch.arange(40)[None], iter([0.5] * 10).__next__)
-    # The drawn tokens: the median of each distribution, found once more.
+    # The drawn tokens: a draw of 0.5 gives the median of each distribution.
     with torch.no_grad():
         said = model(ids).logits[0, 30:].double().softmax(-1)
     drawn = [int((row.cumsum(0) < 0.5 * row.sum()).sum()) for row in said]
@@ -41,7 +41,7 @@ def test_derivatives_are_what_a_small_change_of_the_cache_does(model):
         return float(sum(row[token] for row, token in zip(found, drawn, strict=True)))
 
     try:
-        # The last layer alone: a change in the cache of another one has no way through the prompt's own later layers.
+        # The last layer only: a change in another layer's cache would not reach the prompt's keys and values of later layers.
         exact, derived = pairs[-1]
         for stream in ("keys", "values"):
             g = getattr(derived, stream).double()
@@ -55,7 +55,7 @@ def test_derivatives_are_what_a_small_change_of_the_cache_does(model):
 
 
 def test_a_derivative_is_turned_as_its_key_is(model):
-    """From a position on, the same but for the turn between."""
+    """For a sequence from position 1000 on: derivatives by values are the same, those by keys are rotated by RoPE at 1000."""
     ids, index = batch()[0][1:], torch.arange(40)[None]
     rotation = Rotation.of(model, "")
     here, there = (derivatives(model, ids, index, iter([0.5] * 10).__next__, begin)[1][1] for begin in (0, 1000))
@@ -75,7 +75,7 @@ def test_every_sequence_weighs_the_same_and_is_alone(model):
     for name, x in model.named_parameters():
         assert torch.equal(x, before[name][0]) and x.requires_grad == before[name][1] and x.grad is None
     assert not model._modules["model"].config._attn_implementation.startswith("calib")
-    # The padded row: its real tokens by themselves, whatever else is in the batch.
+    # The padded row gives what its real tokens give alone.
     alone: list = []
     stream_gradients(model, ids[:1, 7:], mask[:1, 7:], index[:1, 7:], 0, alone.append)
     for one, other in zip(found[:3], alone, strict=True):
@@ -98,7 +98,7 @@ def test_every_sequence_weighs_the_same_and_is_alone(model):
 
 
 def test_what_cannot_be_differentiated_says_so_and_counts_for_nothing(model, monkeypatch):
-    ids, mask, index = batch(padding=36)  # the first row has 4 real tokens: too few, which is no news
+    ids, mask, index = batch(padding=36)  # the first row has 4 real tokens: too few, left out without a reason
     found: list = []
 
     def refuse(*_, **__):

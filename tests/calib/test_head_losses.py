@@ -1,4 +1,4 @@
-"""What errors of `klt` cost head by head, and bases whose errors count as much."""
+"""Measured losses of the errors of `klt` head by head, and bases rescaled by them."""
 
 from itertools import product
 
@@ -22,10 +22,10 @@ def some_tokens(sequences, length=64):
 @pytest.mark.parametrize("window", [None, 40])
 @torch.no_grad()
 def test_one_part_of_one_head_is_coded_at_a_time(window):
-    """Beside a prefill by the model itself, and answers' divergence in float64; also where every layer slides."""
+    """Against prefills of exact and coded caches and the answers' KL divergence in float64; also if all layers slide."""
     model = toy_model("mistral", sliding_window=window)
     for layer in model.model.layers:
-        layer.self_attn.q_proj.weight *= 300  # answers that hang on keys
+        layer.self_attn.q_proj.weight *= 300  # so that answers depend on keys
     artifact, tokens = toy_artifact(model), some_tokens(3)
     found, predicted = head_losses(model, artifact, tokens)
     coding = Klt(bits=1.25, trellis=False).coding(artifact)
@@ -116,17 +116,17 @@ def test_factors_by_hand():
     def expected(of_head, of_layer, own):
         return (torch.tensor(of_head) ** own * torch.tensor(of_layer) ** (1 - own)).double() ** 0.75
 
-    # Nine of nats by nine predicted. The keys' two heads lose five for two, the values' four for seven.
+    # 9 nats in all by 9 predicted: no rescaling. The keys' two heads lose 5 for 2 predicted, the values' 4 for 7.
     heads, layers = [[[1.0, 4.0]], [[0.2, 1.5]]], [[[2.5, 2.5]], [[4 / 7, 4 / 7]]]
     torch.testing.assert_close(factors(losses, predicted), expected(heads, layers, 1 / 3))
-    # A sequence that loses a thousand times as much counts as much.
+    # A sequence that loses a thousand times as much has the same weight.
     torch.testing.assert_close(factors(torch.cat([losses, 1000 * losses]), predicted), expected(heads, layers, 1 / 2))
-    # One that measured half: 21 nats by three predicted, so 1 and 2 in units of its own mean.
+    # A sequence that measured the second heads only: 21 nats by 3 predicted, so 1 and 2 in units of its mean ratio.
     half = torch.tensor([[[[torch.nan, 7.0]], [[torch.nan, 14.0]]]], dtype=torch.float64)
     heads, layers = [[[1.0, 2.5]], [[0.2, 1.25]]], [[[2.0, 2.0]], [[6 / 9, 6 / 9]]]
     own = torch.tensor([1 / 3, 1 / 2])
     torch.testing.assert_close(factors(torch.cat([losses, half]), predicted), expected(heads, layers, own))
-    # Nothing measured, lost or predicted; far more, or less, than in the mean.
+    # Factors are 1 if nothing was measured, lost or predicted; a ratio far below the mean is clamped to 1 / MOST.
     assert factors(torch.full_like(losses, torch.nan), predicted).eq(1).all()
     assert factors(torch.zeros_like(losses), predicted).eq(1).all() and factors(losses, 0 * predicted).eq(1).all()
     found = factors(torch.tensor([[[[1e-9], [2.0]]]]), torch.tensor([[[1.0], [1.0]]]))

@@ -100,7 +100,7 @@ def test_heads_too_small_for_a_word_have_no_table_of_bits(tmp_path, capsys):
 
 
 def test_an_artifact_with_components_before_rope_alone_has_a_table_of_bits(tmp_path, capsys):
-    """As `calib export --format artifact` takes it for `klt`, and as the repository has one."""
+    """`calib export --format artifact` writes such an artifact for `klt`, and the repository has one."""
     after = re.compile(r"keys\.klt\.(mean|basis|steps|errors)|klt\.loss")
     tensors = {name: tensor for name, tensor in toy_tensors().items() if not after.fullmatch(name)}
     tables = []

@@ -1,4 +1,4 @@
-"""`calib inspect --html`: the page says what the tables say, draws what the artifact holds, and asks for nothing."""
+"""`calib inspect --html`: the page has the tables, draws what the artifact holds, and fetches nothing."""
 
 import math
 import os
@@ -103,7 +103,7 @@ def test_the_page_draws_divergences_with_the_groups_framed(page):
 
 
 def test_the_page_draws_the_bits_of_components(page):
-    """2 layers, keys and values, 8 components: as many bits in all as the budget says, the better components first."""
+    """2 layers, keys and values, 8 components: the mean is the budget's 2 bits, and bits never rise from one to the next."""
     cells = [one for one in page.of("rect") if one.get("class") == "bits"]
     shares = torch.tensor([float(one["fill-opacity"]) for one in cells]).view(2, 2, 8)
     assert float(8 * shares.mean()) == pytest.approx(2, abs=0.05)

@@ -91,7 +91,7 @@ def signalled(capfd, arguments: list[str], number: int = signal.SIGTERM) -> str:
 
 
 def goes_on(line: str, program: str = "calib") -> list[str]:
-    """The words after the program's of the command that the line names."""
+    """Return the arguments of the command after "go on with" in the line."""
     command = line.partition(" go on with: ")[2]
     assert command.startswith(f"{program} ")
     return shlex.split(command.removeprefix(program))
@@ -202,7 +202,7 @@ def test_an_evaluation_keeps_its_cells(toy, tmp_path, monkeypatch, capfd):
 
     monkeypatch.setattr(Cell, "measure", signalled_measure)
     line = signalled(capfd, ["eval", "--config", "eval.yaml", "--fresh", "--output", "out"])
-    assert goes_on(line) == ["eval", "--config", "eval.yaml", "--output", "out"]  # what is finished is not fresh again
+    assert goes_on(line) == ["eval", "--config", "eval.yaml", "--output", "out"]  # without --fresh: cells are kept
     assert main(goes_on(line)) == 0
     assert measured == ["full", "signal", "rtn"]
     assert Path("out/results.json").exists()
@@ -229,7 +229,7 @@ def process(code: str, *arguments: str) -> subprocess.Popen:
     ids=lambda part: part if isinstance(part, str) else None,
 )  # fmt: skip
 def test_however_the_command_takes_it(command, signals, ends):
-    """A batch that is too long, libraries that swallow an exception, drop it in a destructor, or leave by themselves."""
+    """Also in a batch that takes too long, and in code that swallows the exception, drops it in a destructor, or exits itself."""
     code = f"""
 from calib import interrupts; interrupts.GRACE = {2 if len(signals) == 1 else 30}
 import importlib, time
@@ -296,7 +296,7 @@ def test_a_signal_before_and_behind_the_command_itself(monkeypatch, capsys, numb
 
 
 def test_what_was_ignored_stays_ignored(monkeypatch):
-    """`nohup`, and commands in the background of a shell."""
+    """As under `nohup`, and for commands in the background of a shell."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with interrupts.listening():
         signal.raise_signal(signal.SIGINT)
@@ -304,7 +304,7 @@ def test_what_was_ignored_stays_ignored(monkeypatch):
 
 
 def test_a_checkpoint_leaves_nothing_in_the_folder_for_temporary_files(tmp_path, monkeypatch):
-    """Lightning's own writes there first, and a killed process leaves it there."""
+    """Lightning's own checkpoint writer writes there first, and a killed process leaves the file there."""
     (tmp_path / "temporary").mkdir()
     seen = []
 

@@ -1,4 +1,4 @@
-"""What pages get wrong of a layer, at which rate, against the papers' formulas and what the model gave to its layers."""
+"""Errors and bit rates of a layer's pages, against the papers' formulas and the model's exact keys and values."""
 
 import math
 from functools import cache
@@ -27,13 +27,13 @@ from calib.runtime.stages.transform import Identity
 from calib.runtime.store import LayerContext
 from calib.runtime.tiered.store import TieredStore
 
-# Decibels of the same squares, summed in float64 here and there, where tokens are decoded in float32 or float64.
+# Tolerance in decibels: both sides sum the same squares in float64, but decode tokens in float32 or float64.
 DECIBELS = 1e-3
 
 
 @cache
 def given():
-    """Of each layer: queries `[heads, tokens, D]`, keys, values `[rows, kv_heads, T, D]` of all sequences, float64."""
+    """Return each layer's exact queries `[heads, tokens of all rows, D]`, keys and values `[rows, kv_heads, T, D]`, in float64."""
     tokens = column().sequences.tokens
     with torch.no_grad():
         exact = model()(tokens, past_key_values=DynamicCache(config=model().config)).past_key_values
@@ -50,7 +50,7 @@ def given():
 
 
 def errors(name):
-    """Of each layer: what pages hold minus what was given, keys and values, float64 `[kv_heads, tokens of all rows, D]`."""
+    """Return each layer's decoded minus exact keys and values, float64 `[kv_heads, tokens of all rows, D]`."""
     with opened(name) as opened_cache:
         Feed(model(), opened_cache)(column().sequences.tokens)
         found = []
@@ -163,7 +163,7 @@ def test_rates_are_what_the_cache_weighs_where_pages_are_full(name):
 
 @pytest.mark.arithmetic
 def test_a_group_of_which_some_tokens_are_still_read_exactly():
-    """32 tokens are encoded of 50, and with 32 exact ones 18 are read from pages: four groups and a half."""
+    """Of 50 tokens 32 are encoded; as 32 are exact, 18 are read from pages: four and a half groups of 4."""
     codec = UniformQuant(2, (4, 1))
     plan = LayerPlan(
         StreamPlan(Identity(), codec, SlidingResidual(32)), StreamPlan(Identity(), codec, SlidingResidual(32))
@@ -217,7 +217,7 @@ def test_a_gaussian_in_optimal_uniform_steps(bits):
     queries, keys, values = (torch.randn(2, n, tokens, channels, generator=draw) for n in (4, heads, heads))
     shift = torch.tensor([3.0, -8.0])[
         :, None, None
-    ]  # a mean is known, and means nothing but for what errors are relative to
+    ]  # the bound knows the mean, so it changes only what errors are relative to
     held, levels = [], 2**bits
     for row in range(2):
         positions = torch.stack([torch.randperm(tokens, generator=draw) for _ in range(heads)])

@@ -1,4 +1,4 @@
-"""Forward passes that begin at a later layer, beside whole ones."""
+"""Forward passes that begin at a later layer, against whole ones."""
 
 from copy import copy
 
@@ -17,7 +17,7 @@ MODELS = {
 
 
 def three(family):
-    """The mixed ones name their layers one by one."""
+    """Return the type of each of three layers for families whose layers have several types."""
     mixed = ["full_attention", "sliding_attention", "full_attention"]
     return {"layer_types": mixed} if "layer_types" in FAMILIES[family][2] else {}
 
@@ -33,7 +33,7 @@ def with_keys(cache, layer):
 @pytest.fixture(params=MODELS)
 @torch.no_grad()
 def recorded(request):
-    """A model, a cache of 40 tokens, 8 tokens behind them, and what the layers put out of those."""
+    """A model, a cache of 40 tokens, the 8 tokens after them, and the recorded layer outputs of those 8."""
     model = MODELS[request.param]()
     tokens = torch.randint(2, VOCABULARY, (1, 48), generator=torch.Generator().manual_seed(0))
     cache = DynamicCache(config=model.config)
@@ -65,7 +65,7 @@ def test_the_model_is_what_it_was_whatever_happens(recorded):
         model()
     assert not any("forward" in vars(one) for one in outputs.layers.values())
     assert torch.equal(said, model(answer, past_key_values=with_keys(cache, 0)).logits)
-    # A forward of a layer's own, as one has that lies on another device, comes back as well.
+    # A layer's own attribute `forward`, which accelerate sets on offloaded layers, is restored.
     own = layer.forward = layer.forward
     with outputs.begun_at(1):
         assert layer.forward is not own

@@ -1,4 +1,4 @@
-"""CompressedLM: lm-eval's own answers with the full cache, those of a hand-fed cache with others, and no forward without one."""
+"""CompressedLM: with the full cache lm-eval's own answers, with others those of a hand-fed cache; every forward uses the cache."""
 
 from itertools import pairwise
 
@@ -67,7 +67,7 @@ def one_forward(model, tokens, count):
 
 
 def hand_fed(model, context, continuation, chunk, **options):
-    """The same with a hand-fed cache: the context but its last token, then pieces of `chunk` tokens."""
+    """Log-likelihood with a hand-fed cache: the context without its last token, then pieces of `chunk` tokens."""
     tokens, found = context + continuation, []
     cuts = [0, len(context) - 1, *range(len(context) - 1 + chunk, len(tokens) - 1, chunk), len(tokens) - 1]
     with compress(model, "kivi", **options) as cache:
@@ -115,7 +115,7 @@ def test_the_full_cache_generates_what_lm_evals_own_model_does(model, tokenizer,
 
 
 def test_a_two_bit_cache_is_what_the_log_likelihoods_come_from(model, tokenizer):
-    """A single token as well: what predicts it has met the context as the pages hold it."""
+    """Also of a single token: the forward that predicts it reads the context from the pages."""
     lm = CompressedLM(model, tokenizer, "kivi", batch_size=4, chunk=5, **KIVI)
     pairs = [(LONG[:70], " kalo mine tasope"), (LONG[:41], " "), (LONG[:41], " kalo"), (LONG[:90], " mine ru")]
     nats, _ = scores(lm, pairs)
@@ -162,7 +162,7 @@ def test_batches_and_padding_change_no_answer(model, tokenizer, method, options)
 
 
 def test_a_row_that_ends_keeps_nothing_of_what_follows_in_its_batch(model, monkeypatch):
-    """Also where what fills the row up is text, for want of a special token."""
+    """Also if the ended row is padded with an ordinary token, because the tokenizer has no special one."""
     monkeypatch.setattr("calib.evaluate.lm_eval.answers.pad_token", lambda tokenizer: 80)
     bare = toy_tokenizer()
     bare.eos_token = bare.pad_token = None

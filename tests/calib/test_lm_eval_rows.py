@@ -98,7 +98,7 @@ def test_stop_texts():
 def test_the_models_length():
     tokenizer = toy_tokenizer()
     assert length_of(LlamaConfig(max_position_embeddings=256), tokenizer) == 256
-    assert length_of(BloomConfig(), tokenizer) == 2048  # says nothing
+    assert length_of(BloomConfig(), tokenizer) == 2048  # the config has no length
     tokenizer.model_max_length = 99
     assert length_of(BloomConfig(), tokenizer) == 99 and length_of(GPT2Config(n_positions=300), tokenizer) == 300
 

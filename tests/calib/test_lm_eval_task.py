@@ -65,7 +65,7 @@ def same(made, results):
 
 @pytest.mark.full
 def test_the_figures_are_lm_evals(model, folder, monkeypatch):
-    """Those of its own model with the full cache, those of the adapter with 2 bits; examples in the prompts."""
+    """With the full cache against lm-eval's own model, with 2 bits against lm-eval on CompressedLM; prompts have examples."""
     for what in ("add_env_info", "get_git_commit_hash"):  # seconds, for notes on the machine
         monkeypatch.setattr(f"lm_eval.evaluator.{what}", lambda *given: None)
     asked = columns(model, folder, few_shot=2, cases=4)

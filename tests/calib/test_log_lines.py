@@ -1,4 +1,4 @@
-"""What a log has of a long run: a line for each finished cell, where no bar is seen; and that nothing waits for a dead process."""
+"""The log of a long run: a line for each finished cell if there is no progress bar; and no endless wait for a dead process."""
 
 import ast
 import logging

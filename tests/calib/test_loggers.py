@@ -1,4 +1,4 @@
-"""Logging: an offline W&B run is read back, CSV takes its place, and neither can end a run."""
+"""Logging: an offline W&B run is read back, CSV files are written without W&B, and no logger can end a run."""
 
 import json
 import warnings
@@ -166,7 +166,7 @@ def test_csv_files_on_a_full_disk_end_no_run(tmp_path, monkeypatch, full):
 
 
 def test_a_run_that_does_not_begin_ends_no_trainer(tmp_path, monkeypatch):
-    """A key and no network: the Trainer asks for W&B's run as well, outside of what the logger looks after."""
+    """With a key but no network: the Trainer also opens the W&B run itself, outside the logger's methods that catch errors."""
 
     def unreachable(**_):
         raise OSError("no such host")

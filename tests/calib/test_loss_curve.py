@@ -1,4 +1,4 @@
-"""What errors of `klt` cost, measured through its cache; and what an artifact of transforms must hold."""
+"""The loss curve of `klt`, measured through its cache; and what tensors of a transform an artifact may hold."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from calib.runtime.artifact.tensor_registry import calibrator_of
 
 @pytest.mark.full
 def test_losses_are_divergences_behind_a_coded_prefix():
-    """A row for each budget that there is, errors as they are allotted, of sixteen sequences at most."""
+    """One row for each possible budget, with the errors that its allocation predicts, of sixteen sequences at most."""
     model, artifact = toy_model(), toy_artifact()
     tokens = torch.randint(3, 64, (18, 64), generator=torch.Generator().manual_seed(0))
     budgets = [bits for bits in BITS if bits >= 1]  # heads of 8 channels have no narrower words
@@ -29,7 +29,7 @@ def test_losses_are_divergences_behind_a_coded_prefix():
     unsaid, fewer, too_few = (
         loss_curve(model, artifact, some)["klt.before.loss"] for some in (tokens, tokens[:16], tokens[:15])
     )
-    assert torch.equal(unsaid, curves["before"]) and torch.equal(fewer, unsaid)  # no more are looked at
+    assert torch.equal(unsaid, curves["before"]) and torch.equal(fewer, unsaid)  # no more than 16 are used
     assert not torch.equal(too_few, unsaid)
     # Where a model's RoPE cannot be unrotated, components are of keys after it.
     rest = {name: tensor for name, tensor in artifact.tensors.items() if "before" not in name}
@@ -39,7 +39,7 @@ def test_losses_are_divergences_behind_a_coded_prefix():
 
 @pytest.mark.full
 def test_what_was_said_is_held_for_one_sequence_at_a_time():
-    """Over a large vocabulary it is the largest thing of the stage."""
+    """With a large vocabulary these distributions are the largest tensors of the stage."""
     model, artifact, held = toy_model(), toy_artifact(), []
     tokens = torch.randint(3, 64, (6, 64), generator=torch.Generator().manual_seed(0))
     model.register_forward_pre_hook(lambda *_: held.append(live_tensors()[1]))

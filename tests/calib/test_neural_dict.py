@@ -1,4 +1,4 @@
-"""Training dictionaries: better than their centroids, the same however often, interrupted or shared out."""
+"""Training of dictionaries: better than their centroids, reproducible, and independent of how groups are shared out."""
 
 from dataclasses import replace
 

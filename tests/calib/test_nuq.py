@@ -43,7 +43,7 @@ def before_rope(x: torch.Tensor, position: int) -> list[float]:
 
 
 def derived(tokens=40, padding=(0, 9), layer=0) -> LayerSample:
-    """Derivatives and what they are taken at; two thirds of the tokens count."""
+    """Return made-up derivatives and, as `taken_at`, what they are taken at; the mask has two thirds of the tokens."""
     exact = sample(tokens=tokens, padding=padding, layer=layer)
     counted = exact.mask & (exact.index % 3 > 0)
     exact = replace(exact, mask=counted)
@@ -70,11 +70,11 @@ def test_ranges_are_order_statistics_of_keys_before_rope_without_each_first_toke
                 outside = math.floor(share * len(keys) / 2)
                 ends = [float(found[f"keys.nuq.{end}"][0, head, channel, number]) for end in ("low", "high")]
                 assert ends == pytest.approx([ordered[outside], ordered[-1 - outside]], rel=1e-5, abs=1e-6)
-    assert not found["keys.nuq.low"][1].any()  # a layer that nothing reached
+    assert not found["keys.nuq.low"][1].any()  # a layer without samples
 
 
 def test_histograms_hold_squared_derivatives_at_normalised_values_that_are_no_outliers():
-    """The paper's, value by value. A value beside a border of two bins may lie in the other one: sums up to a bin are compared."""
+    """Against KVQuant's definition, by value. Values near a bin's border may lie in the next one: sums up to a bin are compared."""
     one = derived()
     exact, ranges = one.taken_at, ranges_of(sample(padding=(0, 9)))
     found = NuqLevels(SHAPE, ranges, TURN)
@@ -184,7 +184,7 @@ def test_wrong_options_are_refused_before_the_model_is_loaded(options: dict[str,
 
 @pytest.mark.full
 def test_a_fit_that_is_asked_writes_what_the_method_reads(toy, tmp_path, monkeypatch):
-    """And with two shares; test_fit.py has the names of a fit that is not asked."""
+    """With two shares; test_fit.py checks that a fit without `nuq` has none of these tensors."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WANDB_MODE", "disabled")
     given = [f"--model.path={toy / 'llama'}", f"--data.text={toy / 'text.txt'}", "--output=toy.calib.safetensors"]

@@ -1,4 +1,4 @@
-"""`calib fit --plan` beside the fit that it plans, on toy models: bytes of files and caches; and that it leaves nothing."""
+"""`calib fit --plan` against the fit that it plans, on toy models: bytes of files and caches; and a plan leaves no files."""
 
 import json
 import os
@@ -113,7 +113,7 @@ def test_a_cache_weighs_what_was_planned(method, planned, artifact, toy):
     told = planned[0]["cache"]["methods"][method]
     model = AutoModelForCausalLM.from_pretrained(toy / "llama")
     found = measured(model, method, artifact, BATCH, CONTEXT)
-    # How wide klt's words are is measured, and its tables are the larger part of so small a cache.
+    # klt's bit widths depend on the data, and its tables are the larger part of so small a cache.
     rel = 0.05 if method == "klt" else MEMORY
     assert told["device_bytes"] == pytest.approx(found.measured_bytes, rel=rel)
     assert told["host_bytes"] == pytest.approx(found.host_bytes, rel=MEMORY)

@@ -52,7 +52,7 @@ def llama(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def plan(llama, tmp_path_factory):
-    """`calib fit --config llama2.yaml --plan`, with the pace above for the machine's."""
+    """The JSON of `calib fit --config llama2.yaml --plan`, with PACE instead of the machine's own."""
     given = tmp_path_factory.mktemp("plan") / "plan.json"
     with pytest.MonkeyPatch.context() as patch:
         PACE.forward = flops(read_meta_model(str(llama), "float16"), 1024, 1024) / 1e12
@@ -176,7 +176,7 @@ def test_every_architecture_is_walked_without_numbers(kind):
 
 
 def test_one_bit_width_of_components_takes_as_much_memory_as_all():
-    """A plan counts the memory of one (`transients`)."""
+    """So a plan counts the memory of one bit width only (`transients`)."""
     found = []
     with torch.no_grad(), MetaTensors() as memory, META:
         y, deviation = torch.empty(2, 500, 16), torch.empty(2, 16)
@@ -208,7 +208,7 @@ def test_bytes_are_counted_while_tensors_exist():
 
 @pytest.mark.full
 def test_the_page_shows_what_the_command_prints(monkeypatch, capsys, tmp_path):
-    """But for the time, and for bytes that depend on the versions' names."""
+    """Except the time, and bytes that depend on the lengths of the versions' names."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(planning, "measured_pace", lambda *_: PACE)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)

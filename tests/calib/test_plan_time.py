@@ -1,4 +1,4 @@
-"""The time of a plan is a range, and a machine that others kept busy meanwhile is told."""
+"""The time of a plan is a range, and the plan says so if other processes kept the machine busy meanwhile."""
 
 import os
 
@@ -37,7 +37,7 @@ def test_where_the_system_does_not_tell_nothing_is_said(tmp_path, monkeypatch):
 
 
 class Told:
-    """A fit of which 100 s are told."""
+    """A fit whose extrapolated time is 100 s."""
 
     calibration = meta_model = sizes = None
 

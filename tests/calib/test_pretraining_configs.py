@@ -56,7 +56,7 @@ def test_the_second_size_has_heads_of_128_and_fits_the_repository(prose, tmp_pat
 
 
 def copied(model, tokenizer) -> float:
-    """Share of the tokens right in the repetition of 50 sequences of the eval split that were seen once."""
+    """Return the share of tokens predicted right in the repetition of 50 sequences of the eval split."""
     documents = [list(copying(keyed_random("copied", index), 12, split="eval")) for index in range(50)]
     ids, labels = (torch.tensor(rows) for rows in zip(*document_rows(tokenizer, documents), strict=True))
     with torch.no_grad():

@@ -76,7 +76,7 @@ def test_an_interrupted_run_resumes_exactly(prose, tmp_path, watched, exported, 
 
 @pytest.mark.full
 def test_a_run_that_learns_nothing_exports_what_it_began_with(prose, tmp_path, exported):
-    """So every weight was taken, none was drawn anew; and the tokenizer and the record came along."""
+    """So all weights were loaded and none was drawn anew; tokenizer and training record were taken over, too."""
     assert pretrain(tmp_path, prose, *QUIET, "--init_from", str(exported), "--model.learning_rate", "0") == 0
     before, after = (load_file(folder / "model.safetensors") for folder in (exported, tmp_path / "model"))
     assert before.keys() == after.keys()

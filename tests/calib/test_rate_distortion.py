@@ -15,12 +15,12 @@ ROUNDED = 1e-12
 
 
 def random_variances(seed: int, n: int = 40) -> torch.Tensor:
-    """Over some eight powers of ten."""
+    """Return variances spread over eight powers of ten."""
     return torch.from_numpy(10.0 ** np.random.default_rng(seed).uniform(-5, 3, n))
 
 
 def by_bisection(variances: np.ndarray, bits: float) -> float:
-    """D of the water level that spends `bits`, which is searched on a scale of powers of two."""
+    """Return the mean error at the water level that spends `bits`, found by bisection of its logarithm."""
     low, high = -2000.0, math.log2(variances.max())
     for _ in range(200):
         middle = (low + high) / 2
@@ -118,7 +118,7 @@ def test_what_is_out_of_range(call, message):
 
 
 def products(seed: int, heads: int = 3, channels: int = 8, tokens: int = 50) -> torch.Tensor:
-    """E[x x^T] of correlated vectors."""
+    """Return E[x x^T] of correlated vectors, float64 `[heads, channels, channels]`."""
     draw = torch.Generator().manual_seed(seed)
     x = torch.randn(heads, tokens, channels, generator=draw, dtype=torch.float64)
     x = x @ torch.randn(heads, channels, channels, generator=draw, dtype=torch.float64)

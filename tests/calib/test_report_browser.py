@@ -1,4 +1,4 @@
-"""`report.html` in a real browser: nothing is asked for, nothing complains, it fits a phone, its headings sort."""
+"""`report.html` in a real browser: it fetches nothing, causes no error, fits a phone, and its headings sort."""
 
 import shutil
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`report.html`: it says what `results.json` holds, draws it where it belongs, and obeys nothing of it."""
+"""`report.html` shows and draws what `results.json` holds, and shows all of its text as text."""
 
 import base64
 import hashlib

@@ -1,4 +1,4 @@
-"""`calib eval --plan` and `calib bench --plan` beside the runs that they plan, on toy models; that nothing is loaded or left."""
+"""`calib eval --plan` and `calib bench --plan` against the runs that they plan, on toy models; nothing is loaded or written."""
 
 import json
 
@@ -46,7 +46,7 @@ def model(tmp_path_factory):
 
 
 def ask(command, folder, model, content, *words):
-    """The status of a command with a configuration, into the folder's `out`."""
+    """Return the exit status of a command with the configuration `content`."""
     file = folder / "asked.yaml"
     file.write_text(yaml.safe_dump({"model": model, **content}))
     return cli.main([command, "--config", str(file), *words])
@@ -67,7 +67,7 @@ def run(command, folder, model, content):
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(("prompt", "after"), [(90, 60), (60, 1)])
 def test_tokens_behind_a_prompt_weigh_what_was_planned(method, prompt, after, model):
-    """Encoded block by block, and fetched, where as one prompt they would weigh a third or twice as much."""
+    """Tokens after the prompt are encoded block by block, and fetched; as one prompt they would take a third or twice as much."""
     loaded, meta_model = toy_model(), read_meta_model(model, "float32")
     planned = cache_size(meta_model, method, {}, None, 2, prompt, after)
     if planned.refused is not None:

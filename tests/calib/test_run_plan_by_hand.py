@@ -91,7 +91,7 @@ def test_answers_that_are_compared_take_the_bytes_of_a_logit_that_the_column_tel
 
 @pytest.mark.full
 def test_the_page_shows_what_the_command_prints(monkeypatch, capsys, tmp_path):
-    """But for the time."""
+    """Except the time."""
     monkeypatch.chdir(tmp_path)
     assert cli.main(["eval", "--config", "eval/quick.yaml", "--plan"]) == 0
     shown = example(PAGE.read_text(), "eval example")

@@ -49,7 +49,7 @@ def batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 @pytest.mark.full
 def test_layers_on_two_devices_are_measured_into_statistics_on_one():
-    """The forward pass is the CPU's; each layer's sample then says that it lies on the layer's device."""
+    """The forward pass runs on the CPU; each layer's sample is then put on one of two simulated devices."""
     model = toy_model()
 
     def fitted(apart: bool) -> Calibration:
@@ -142,7 +142,7 @@ def test_a_model_partly_on_disk_gives_the_same_artifact(toy, dtype):
 @pytest.mark.full
 @needs_accelerate
 def test_nothing_of_a_model_in_memory(toy):
-    """Its first parameter is nowhere, so `model.device` says nothing of where tokens go in."""
+    """Its first parameter is on the meta device, so `model.device` does not tell on which device tokens must be."""
     model = AutoModelForCausalLM.from_pretrained(toy / "llama", device_map="auto", max_memory={"cpu": 1000})
     assert model.device.type == "meta"
     assert entry_device(model).type == "cpu"
@@ -164,7 +164,7 @@ def test_nothing_of_a_model_in_memory(toy):
     ],
 )
 def test_what_cannot_be_is_one_line(toy, capsys, monkeypatch, more, message):
-    monkeypatch.setattr("calib.capture.device_map.find_spec", lambda name: name)  # asked for after all that is refused
+    monkeypatch.setattr("calib.capture.device_map.find_spec", lambda name: name)  # accelerate counts as installed
     assert main(words(toy, "--output=toy.safetensors", *more)) == 2
     (error,) = capsys.readouterr().err.strip().splitlines()
     assert message in error

@@ -31,7 +31,7 @@ FEW = [
     "--data.batch_size=1", "--data.sequences=3", "--model.clip_sequences=1", "--data.heldout_sequences=1",
     "--model.dictionary.atoms=8",
 ]  # fmt: skip
-EDGES = 1e-3
+EDGES = 1e-3  # relative, of figures of quantised components
 SUMS = 1e-12  # relative, of float64 sums of the same numbers in another order
 
 
@@ -56,14 +56,14 @@ def one_line(errors: str) -> str:
 
 
 def statistics(folder: Path) -> dict[str, torch.Tensor]:
-    """All that was measured, before anything is made of it."""
+    """Return the buffers of all statistics after the last stage."""
     return torch.load(folder / "runs/toy/evaluate.ckpt", weights_only=True)["state_dict"]
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("sizes", ["uneven", "few"])
 def test_two_processes_fit_what_one_does(toy, two, tmp_path, monkeypatch, sizes):
-    """Equal bits everywhere but in what is read off float64 sums over batches: query energies and residual bases."""
+    """Equal bits except in what is computed from float64 sums over batches, such as query energies and residual bases."""
     monkeypatch.chdir(tmp_path)
     if sizes == "few":
         two = tmp_path / "two"
@@ -83,7 +83,7 @@ def test_two_processes_fit_what_one_does(toy, two, tmp_path, monkeypatch, sizes)
             positions = mine[name.removesuffix("rows") + "priority"] < torch.iinfo(torch.int64).max
             assert torch.equal(theirs[name][positions], x[positions]), name
         else:
-            # Components are quantised in a basis that is read off sums: a last bit of it moves what lies at an edge.
+            # Components are quantised in a basis computed from sums: its last bit moves values at the edge between two codes.
             rtol = EDGES if ".components." in name else SUMS if name in summed else 0
             torch.testing.assert_close(theirs[name], x, rtol=rtol, atol=0)
     one, other = Artifact.load("toy.safetensors"), Artifact.load(two / "toy.safetensors")
@@ -126,7 +126,7 @@ def test_killed_again_and_again_two_processes_end_with_the_same_bytes(toy, two, 
 @pytest.mark.slow  # two interpreters are started, and one waits to be told
 @pytest.mark.parametrize("fails", [0, 1])
 def test_a_process_that_fails_ends_one_that_does_not_look_up(toy, tmp_path, fails):
-    """The other sits in a batch that never ends. Lightning starts the second process by running this file again."""
+    """The other process is in a batch that never ends. Lightning starts the second process by running this file again."""
     script = tmp_path / "run.py"
     script.write_text(
         "import os, sys, time; from calib.fit.calibration import Calibration\n"

@@ -20,7 +20,7 @@ from calib.runtime.artifact.artifact import Artifact
 
 
 def measure(toy: Path, count: int, name: str, given: list[str], *more: str) -> list[str]:
-    """Every shard of a round, behind the files of earlier ones; the files."""
+    """Measure every shard of a round, with the files `given` of earlier rounds; return the new files."""
     found = []
     for number in range(1, count + 1):
         output = f"{name}.{number}.safetensors"
@@ -67,7 +67,7 @@ class PowerCut(RuntimeError):
 
 @pytest.mark.full
 def test_a_shard_and_a_merge_that_were_cut_go_on(toy, copied, monkeypatch):
-    """To the bytes of ones that were not, whatever the order of the files; and a merge after one round cuts no corner."""
+    """They give the bytes of uninterrupted ones, in any order of the files; a merge after one round gives an equal artifact."""
     step = Calibration.training_step
 
     def cut(stage, batch):
@@ -138,7 +138,7 @@ def document(path: Path) -> dict:
 
 
 def rewrite(path: str, tensors: dict | None = None, **changed: object) -> None:
-    """The file with other metadata or tensors."""
+    """Write the shard's file again with other metadata or tensors."""
     found = document(Path(path)) | changed
     tensors = safetensors.torch.load_file(path) | (tensors or {})
     safetensors.torch.save_file(tensors, path, {"calib_shard": json.dumps(found)})
@@ -248,7 +248,7 @@ def test_a_command_without_files_or_without_a_name_for_its_own(toy, capsys):
 
 
 def test_a_shard_does_not_take_an_artifacts_name(toy, tmp_path, monkeypatch, capsys):
-    """A configuration's own name, of an artifact that is there."""
+    """Also if the name is that of the configuration, and an artifact has it already."""
     monkeypatch.chdir(tmp_path)
     Path("mine.yaml").write_text("output: mine.calib.safetensors\n")
     Path("mine.calib.safetensors").write_bytes(b"an artifact")

@@ -62,7 +62,7 @@ def test_the_formulas_token_by_token():
 
 
 def test_what_is_measured_is_within_what_an_artifact_holds():
-    """Channels that nearly never move: neither scales nor balancers become numbers that no reader takes."""
+    """Channels of 1e-30: ranges, scales and balancers stay within the limits of the artifact's registry."""
     one = sample()
     one.keys[:, 0, :, 3] = 1e-30
     one.queries[:, 2:, :, 4] = 1e-30

@@ -18,7 +18,7 @@ def weight_of(draw: torch.Generator, channels: int = WIDTH) -> torch.Tensor:
 
 
 def joined(draw: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """What follows from something known but for a tenth, with a mean; and what is known."""
+    """Return x, a linear function of known vectors plus noise and a mean, and the known vectors."""
     known = torch.randn(900, 20, generator=draw)
     x = known @ torch.randn(20, WIDTH, generator=draw) + 0.4 * torch.randn(900, WIDTH, generator=draw) + 3
     return x, known
@@ -67,7 +67,7 @@ def eye(_: int = 0) -> torch.Tensor:
 
 
 def test_what_is_sampled_and_what_an_artifact_takes():
-    """Unrotated, of all heads, without a sequence's first tokens and without padding; a layer that nothing reached does no harm."""
+    """Tokens of all heads, without each sequence's first ones and padding; a layer without samples still gives valid tensors."""
     one = sample(tokens=24, padding=(0, 7))
     one.keys[1, :, :7] = one.values[1, :, :7] = 1e9
     statistic = StorageCodes(SHAPE, 0, torch.float32, TURN, eye)

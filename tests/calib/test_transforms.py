@@ -29,7 +29,7 @@ def seen(statistic, *samples):
 
 
 def turn(position: int) -> torch.Tensor:
-    """The matrix that RoPE multiplies a vector by, float64."""
+    """Return the matrix by which RoPE multiplies a vector at `position`, float64."""
     found = torch.eye(32, dtype=torch.float64)
     for i, frequency in enumerate(TURN.frequencies.tolist()):
         cos, sin = math.cos(position * frequency), math.sin(position * frequency)
@@ -39,7 +39,7 @@ def turn(position: int) -> torch.Tensor:
 
 
 def real(one, least=SINKS):
-    """Row, position and position of the tokens from position `least` on."""
+    """Return row, index in the row and RoPE position of the real tokens from position `least` on."""
     return [
         (row, t, int(one.positions[row, t]))
         for row in range(len(one.mask)) for t in range(one.mask.shape[1])
@@ -75,7 +75,7 @@ def test_moments_token_by_token():
         for number, rows in asked.items():
             x = torch.stack(rows)
             torch.testing.assert_close(found.asked()[number, 0, head], x.T @ x / len(x), rtol=1e-5, atol=1e-4)
-    assert not found.mean()[:, 1].any()  # a layer that nothing reached
+    assert not found.mean()[:, 1].any()  # a layer without samples
 
 
 @pytest.mark.parametrize("make", [SecondMoments, Sensitivity], ids=lambda one: one.__name__)
@@ -127,7 +127,7 @@ def test_sensitivities_turn_back_like_what_they_are_taken_by():
 
 
 def test_sensitivities_over_size_are_those_of_what_keys_leave_of_values():
-    """Tokens of small values and large derivatives count as their own errors do."""
+    """Derivatives of a token are weighted by the size of what its key leaves of its value, squared and rounded to a power of 2."""
     one = sample(batch=2, tokens=60, padding=(0, 7))
     one.values[:, :, ::5] /= 8
     derived = replace(sample(batch=2, tokens=60, padding=(0, 7), seed=3), taken_at=one)
@@ -147,7 +147,7 @@ def test_sensitivities_over_size_are_those_of_what_keys_leave_of_values():
             total += (g * torch.exp2(octave)[:, None]).T @ g / 2
         torch.testing.assert_close(found.sized_mean()[0, head], total, rtol=1e-5, atol=1e-4)
     same = torch.ones(1, 9, 32, dtype=torch.float64)
-    assert bool(size_of_rest(same, same).isfinite().all())  # a head that says nothing
+    assert bool(size_of_rest(same, same).isfinite().all())  # a head whose keys and values are constant
 
 
 # ---- bases
@@ -206,7 +206,7 @@ def test_without_sensitivities_every_head_counts_the_same_and_nothing_seen_has_a
         found = bases(moments, none, output)
         weight, covariance = found.transform.mT @ found.transform, moments.covariance()
         assert traced(weight, covariance)[:, 0].flatten().tolist() == pytest.approx([1 / 8] * 6, rel=0.02)  # shrunk
-    sensitivity.moment[1, 0, 0] = 0  # a head whose errors no answer saw
+    sensitivity.moment[1, 0, 0] = 0  # a head without sensitivities
     found = bases(moments, sensitivity, output)
     assert bool((torch.linalg.cond(found.transform) < 1e6).all()) and bool((found.deviation > 0).all())
     dead = scaled(torch.zeros(1, 4, 4), torch.eye(4)[None], torch.tensor([2.0]))
@@ -254,23 +254,23 @@ def test_steps_and_errors_are_those_of_brute_force():
                 def error(y, step, last=last):
                     return float((((y / step + last / 2).round().clamp(0, last) - last / 2) * step - y).square().mean())
 
-                # A component's deviation is not in the artifact: of all of them, the one that gives a step it has.
+                # Deviations are not in the artifact: take that of the component whose steps to try contain the stored one.
                 own = y[:, component]
                 grids = [[one * GAUSSIAN[bits - 1] * factor for factor in FACTORS[SHIFT:]] for one in deviation]
                 stored = float(steps[component, bits - 1])
                 grid = next(g for g in grids if any(math.isclose(step, stored, rel_tol=1e-5) for step in g))
                 assert float(errors[component, bits]) == pytest.approx(min(error(own, s) for s in grid), rel=2e-3)
-                # As if one in fifty were four times as far out.
+                # The step is chosen as if one value in fifty were four times as large.
                 feared = [error(own, step) + 0.02 * error(4 * own, step) for step in grid]
                 assert error(own, stored) + 0.02 * error(4 * own, stored) == pytest.approx(min(feared), rel=2e-3)
 
 
 def test_what_keys_leave_of_values_has_a_basis_of_its_own():
-    """M is the regression on keys with the noise of coding; what it leaves is smaller, and has components by the same weight."""
+    """M is the regression of values on keys with coding noise; its residual is smaller, and its basis is from weights by size."""
     one, moments, sensitivity, output = measured()
     related = replace(
         one, values=(one.keys + 0.3 * one.values)
-    )  # keys after RoPE: those before it say less, and something
+    )  # of keys after RoPE, so that keys before RoPE predict a part of it
     moments = seen(SecondMoments(SHAPE, TURN), related)
     found = bases(moments, sensitivity, output)
     covariance, crossed = moments.covariance(), moments.values_by_keys()
@@ -298,7 +298,7 @@ def test_what_keys_leave_of_values_has_a_basis_of_its_own():
 
 
 def test_sized_steps_and_errors_are_those_of_brute_force():
-    """Tokens over the nearest half octave to their root mean square; of values, what coded keys leave."""
+    """Tokens are divided by the root mean square of y / deviation, rounded to half octaves; so is what keys leave of values."""
     one, moments, sensitivity, output = measured()
     one = replace(one, values=one.keys + 0.3 * one.values)
     one.keys[:, :, ::7] *= 6

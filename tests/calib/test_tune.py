@@ -1,4 +1,4 @@
-"""What `calib tune` measures and chooses: losses by an oracle, bits as the runtime counts them, allocations beside all others."""
+"""What `calib tune` measures and chooses: losses against an oracle, bits against the runtime, allocations against all others."""
 
 import itertools
 import random
@@ -21,10 +21,10 @@ from calib.tune.measure import Measured, Subject, measure
 from calib.tune.result import Search
 
 LENGTH = 160
-# Sums in float32 on one side, in float64 on the other.
+# Relative tolerance: one side sums in float32, the other in float64.
 LOSS = 2e-4
 
-# Options that leave a few candidates each, and one of these.
+# For each method: options that leave a few candidates, and the options of one of these.
 METHODS = {
     "kivi": ({"group": 32, "residual": 32, "statistics": "prompt", "clip": None}, {"bits": 2}),
     "zipcache": ({"ratio": 0.4, "clip": 1.0}, {"tiers": ((4, 0.5), (2, 0.5))}),
@@ -59,7 +59,7 @@ def settled(one):
 @pytest.mark.full
 @pytest.mark.parametrize("method", METHODS)
 def test_loss_and_bits_are_those_of_a_cache(method, subject, tokens):
-    """Every token through the model itself into a cache of the method; e^T W e one by one in float64, W = T^T T."""
+    """Against a cache of the method, filled by the model: e^T W e token by token in float64, with W = T^T T and T klt's basis."""
     given, own = METHODS[method]
     search = search_of(method, given, subject, tokens.split(2), lambda one: one.own == own)
     one = search.candidates[-1]
@@ -135,7 +135,7 @@ def brute_force(costs, errors, budget):
 
 
 def test_allocation_beside_every_allocation():
-    """Within the budget always; the very best where it is a price's own, and elsewhere near it."""
+    """Always within the budget; the best if a price of a bit spends it exactly, and else within 5 % of the best on average."""
     draw, gaps = random.Random(3), []
     for _ in range(60):
         costs = [[draw.choice((1, 1.5, 2, 2.5, 3, 4)) + draw.random() / 8 for _ in range(6)] for _ in range(3)]
@@ -162,7 +162,7 @@ def test_allocation_beside_every_allocation():
 
 
 def test_no_single_setting_is_better():
-    """Three layers that the steepest edge of the first leaves no room: one setting for all loses less within the same budget."""
+    """The first layer's steepest step leaves the two others no room: one setting for all loses less within the same budget."""
     bits, loss = [[1.0, 2.0, 4.0]] * 3, [[15.0, 6.0, 0.0], [18.0, 12.0, 0.0], [19.0, 13.0, 4.0]]
     assert cheapest(bits, loss, 2.0) == [2, 0, 0]
     search = Search("rtn", [Candidate(0, {}, {"bits": n}, {}) for n in (1, 2, 4)], Measured(range(3), bits, loss))

@@ -28,9 +28,9 @@ GEOMETRY = Geometry(layers=7, kv_heads=2, head_dim=64)  # a pair of 16-bit numbe
         (Link(1.0, 1.0, 4), 1000, 1.0, None, 61),  # 1 / 0.01625 = 61.5
         (Link(1.0, 1.0, 4), 1000, 0.01625, None, 1),
         (Link(1.0, 1.0, 4), 1000, 0.0, None, 0),
-        (Link(1.0, 1.0, 4), 1000, -0.5, None, 0),  # the search tells what there is
+        (Link(1.0, 1.0, 4), 1000, -0.5, None, 0),  # the search reports the budgets that are possible
         (Link(1.0, 1.0, 4), 50, 100.0, None, 50),  # there are no more
-        (Link(rows=4), 1000, 0.1, 64, 64),  # what a user says is not chosen
+        (Link(rows=4), 1000, 0.1, 64, 64),  # a given k is not chosen
         (Link(rows=4), 50, 0.1, 64, 64),  # of which a sequence has 50
     ],
 )
@@ -63,7 +63,7 @@ def tune(toy: Path, *more: str) -> int:
 
 @pytest.mark.full
 def test_k_and_the_copy_share_a_budget(toy, capsys):
-    """The copy has what the pairs leave of it, layer by layer, and a cache holds both."""
+    """The low-bit copy gets what the pairs leave of the budget, layer by layer, and a cache holds both."""
     assert tune(toy, "--bits", "5", "3", "--bandwidth", "0.05", "--step_ms", "0.4", "--context", "200") == 0
     shown = capsys.readouterr().out
     tuned, model = Artifact.load(toy / "tuned.calib.safetensors"), toy_model()
@@ -93,7 +93,7 @@ def test_k_and_the_copy_share_a_budget(toy, capsys):
 
 
 def test_k_that_is_given(toy):
-    """Its pairs are counted all the same."""
+    """The bits of its pairs count towards the budget as well."""
     assert tune(toy, "--bits", "5", "--k", "16", "--context", "200") == 0
     (choice,) = choices(Artifact.load(toy / "tuned.calib.safetensors"))
     copy = sum(layer["bits"] for layer in choice.predicted["layers"]) / len(choice.layers)
