@@ -42,7 +42,7 @@ def test_the_table_has_every_example():
 def test_generate(monkeypatch, capsys):
     out = run(monkeypatch, capsys, "generate")
     answer = re.search(r"the answer to the last line is (\d{4})", out)[1]
-    assert f": {answer}\n" in out.split("?\n")[1]  # through 4-bit codes
+    assert f": {answer}\n" in out.split("?\n")[1]  # the answer of the 4-bit cache
     assert "bits per value" in out
     assert "codes" in out  # the prompt is longer than the exact window
     with pytest.raises(SystemExit):
@@ -159,7 +159,7 @@ def test_lm_eval_compressed(monkeypatch, capsys):
         pytest.skip("lm-eval is not installed: its task is not run")
     out = run(monkeypatch, capsys, "lm_eval_compressed", "--limit", "2", "--method", "rtn", "--option", "bits=8")
     assert "keyed_lines  acc,none: 1.0000" in out
-    # 8 bits, a range a token, and the empty slots of the pages
+    # 8-bit codes, a range for each token, and the empty slots of the pages
     assert float(re.search(r"([\d.]+) bits per value", out)[1]) == pytest.approx(8.5, abs=0.6)
 
 

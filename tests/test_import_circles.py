@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-LINKED = ("runtime", "kernels")  # folders that the package calib has as links
+LINKED = ("runtime", "kernels")  # folders to which the package calib has links
 
 
 def modules() -> dict[str, Path]:

@@ -70,7 +70,7 @@ def test_bytes_of_a_larger_batch_follow_from_two_small_ones(bench_model, label):
 
 
 def test_the_computed_batch_fits_and_one_more_does_not(bench_model, monkeypatch):
-    monkeypatch.setattr(Peak, "begin", lambda peak: False)  # by the cache: a small model's peak is mostly noise
+    monkeypatch.setattr(Peak, "begin", lambda peak: False)  # use the cache: a small model's peak is mostly noise
     entry = entry_of(bench_model, "kivi")
     sizes = {
         batch: measure_alone(bench_model, entry, bench_model.prompt(batch, CONTEXT)).size.measured_bytes
@@ -112,7 +112,7 @@ def test_the_peak_counts_where_it_tells_something():
         None,
     )  # less than the cache itself
     assert laws(cache_bytes(10, host=1), cache_bytes(15, host=4), True)[0] == Law(5, 5)
-    assert laws(cache_bytes(10, host=1), cache_bytes(15, host=4), False)[0] == Law(3, 8)  # the same memory on a CPU
+    assert laws(cache_bytes(10, host=1), cache_bytes(15, host=4), False)[0] == Law(3, 8)  # host memory counts on a CPU
     assert CacheBytes(CacheSize(1, 1.0), 5, 7).peak == CacheBytes(CacheSize(1, 1.0), 7, None).peak == 7
     assert [Law(10, 5).largest(room) for room in (-3, 14, 15, 24, 25)] == [0, 0, 1, 2, 3]
 
@@ -262,7 +262,7 @@ def test_the_process_tells_its_peak(tmp_path, monkeypatch):
     peak.settle()
     before = peak.held()
     assert peak.begin()
-    torch.ones(2**26).sum()  # 256 MiB, and gone again
+    torch.ones(2**26).sum()  # 256 MiB, freed at once
     highest = peak.highest()
     assert highest - before == pytest.approx(2**28, rel=0.1)  # the system counts by the hundred pages
     peak.settle()

@@ -31,7 +31,7 @@ def test_a_line_for_every_row_in_every_drawing(report):
     ]
     assert len(report.of("path", **{"class": "line"})) == 4 * len(
         NAMES
-    )  # the baseline's second row is noise, and no line
+    )  # the baseline's second row shows the noise and has no line
     dots = [name for name, _ in report.elements].count("circle")
     assert dots == 2 * (len(NAMES) * len(BATCHES) * len(CONTEXTS) - 2)  # two rows failed
     assert len(report.of("path", **{"class": "whisker"})) == dots / 2  # bytes have no quartiles

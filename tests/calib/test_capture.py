@@ -56,7 +56,7 @@ def test_keys_and_values_are_those_of_eager_attention(kind, padding):
     samples = captured(toy_model(kind), tokens, mask, index)
     cache = eager_cache(kind, tokens, mask)
     assert [sample.layer for sample in samples] == [0, 1, 2]
-    # A layer's input holds every attention before it, so the last layer checks masks, windows, softcap and scaling too.
+    # A layer's input depends on all attention before it, so the last layer also checks masks, windows, softcap and scaling.
     for sample, layer in zip(samples, cache.layers, strict=True):
         for mine, theirs in ((sample.keys, layer.keys), (sample.values, layer.values)):
             assert mine.shape == (2, 2, TOKENS, 32)

@@ -207,7 +207,7 @@ def test_positions_are_cut_to_what_the_model_was_made_for(toy, tmp_path):
     data = CaptureData(str(toy), text=text, positions=1000, length=64, sequences=2, heldout_sequences=2)
     assert data.load()[2].origin["positions"] == 256
     assert data.notes == ["data.positions=1000 is cut to 256, all that this model was made for"]
-    assert int(next(iter(data.train_dataloader())).begins[1]) == 119  # of 0 ... 192, at .618
+    assert int(next(iter(data.train_dataloader())).begins[1]) == 119  # the golden ratio of 0 ... 192
 
 
 @pytest.mark.parametrize(

@@ -141,7 +141,7 @@ def test_a_killed_run_goes_on_where_it_was(config, tmp_path, monkeypatch, capsys
     run(config, tmp_path / "out", "--limit", "2")
     assert "9 cells, 0 of them finished before" in capsys.readouterr().out
     run(config, tmp_path / "out")
-    assert "9 cells, 9 of them finished before" in capsys.readouterr().out  # the trial has cost nothing
+    assert "9 cells, 9 of them finished before" in capsys.readouterr().out  # the run with --limit has removed no cell
     run(config, tmp_path / "out", "--fresh")
     assert "9 cells, 0 of them finished before" in capsys.readouterr().out
 

@@ -93,7 +93,7 @@ def counted(monkeypatch, kept):
     with monkeypatch.context() as patched:
         patched.setattr(agreement, "KEPT_BYTES", kept)
         if not kept:
-            patched.setattr(agreement.Answer, "to", None)  # not even for the time of a batch
+            patched.setattr(agreement.Answer, "to", None)  # no answer may be moved, not even for one batch
         patched.setattr(agreement, "compress", lambda *given: made.append(given[1:]) or compress(*given))
         yield made
 

@@ -1,4 +1,4 @@
-"""Chat templates: where the cache begins, what is asked behind the generation prompt, and what is refused."""
+"""Chat templates: what is prefilled, what is asked after the generation prompt, and what is refused."""
 
 import pytest
 import torch

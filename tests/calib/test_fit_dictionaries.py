@@ -45,7 +45,7 @@ def words(toy: Path, *more: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def fitted(toy, tmp_path_factory):
-    """The artifact of an uninterrupted fit, made in a folder of its own."""
+    """The artifact's path of an uninterrupted fit, made in a folder of its own."""
     here = Path.cwd()
     os.chdir(tmp_path_factory.mktemp("uninterrupted"))
     try:

@@ -1,4 +1,4 @@
-"""Divergences against a plain float64 twin, what must hold for any sample, and the groups of eq. 6 and 7 and of the paper."""
+"""Divergences against plain float64 code, their properties on any sample, and CSR's groups by eq. 6 and 7 and as published."""
 
 import itertools
 import math

@@ -21,7 +21,7 @@ PAIRS = [
     ("a b", "c"),
     ("", "hello there"),
     ("<s>kalo", " mine"),
-    (LONG, " kalo mine"),  # loses its beginning
+    (LONG, " kalo mine"),  # the beginning is cut off
     ("kalo mine ", "tas"),  # the space goes to the continuation
     (LONG[:100], " " + LONG[:70]),
     ("mine", "y" * 256),  # nothing of the context but the last token

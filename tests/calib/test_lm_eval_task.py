@@ -1,4 +1,4 @@
-"""`lm_eval` as a task of `calib eval`: lm-eval's own figures, what they depend on, what is refused, and a run that goes on."""
+"""`lm_eval` as a task of `calib eval`: lm-eval's own figures, what they depend on, what is refused, and a resumed run."""
 
 import json
 import random
@@ -66,7 +66,7 @@ def same(made, results):
 @pytest.mark.full
 def test_the_figures_are_lm_evals(model, folder, monkeypatch):
     """With the full cache against lm-eval's own model, with 2 bits against lm-eval on CompressedLM; prompts have examples."""
-    for what in ("add_env_info", "get_git_commit_hash"):  # seconds, for notes on the machine
+    for what in ("add_env_info", "get_git_commit_hash"):  # they take seconds to describe the machine
         monkeypatch.setattr(f"lm_eval.evaluator.{what}", lambda *given: None)
     asked = columns(model, folder, few_shot=2, cases=4)
     plain = plain_results(plain_lm(model, toy_tokenizer()), folder, num_fewshot=2, limit=4)
@@ -115,7 +115,7 @@ def test_what_a_column_says_of_itself(model, folder):
 
 @pytest.mark.full
 def test_chat_templates_are_lm_evals(model, folder, monkeypatch):
-    for what in ("add_env_info", "get_git_commit_hash"):  # seconds, for notes on the machine
+    for what in ("add_env_info", "get_git_commit_hash"):  # they take seconds to describe the machine
         monkeypatch.setattr(f"lm_eval.evaluator.{what}", lambda *given: None)
     task = build_task("lm_eval", {"names": NAMES[:2], "include_path": folder, "chunk": 32, "chat_template": True})
     asked = task.columns(Subject(model, chat_tokenizer(), 7, 4, None))

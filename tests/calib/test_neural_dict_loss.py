@@ -1,4 +1,4 @@
-"""The two terms of a dictionary's loss against their plain formulas, their gradients against autograd's; beta."""
+"""The two terms of CSR's loss of a dictionary against plain formulas, their gradients against autograd's; beta (eq. 11)."""
 
 import pytest
 import torch

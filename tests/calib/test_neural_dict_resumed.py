@@ -1,4 +1,4 @@
-"""Training dictionaries that is interrupted, or shared out over processes: the same bits as in one piece."""
+"""Training of dictionaries that is interrupted, or shared out over processes, gives the same bits as in one piece."""
 
 import csv
 import os

@@ -66,7 +66,7 @@ def test_the_artifact_has_the_tensors_and_the_bytes_that_were_planned(planned, a
     assert plan["artifact"]["tensors"] == {name: list(tensor.shape) for name, tensor in artifact.tensors.items()}
     size = (folder / "out/toy.calib.safetensors").stat().st_size
     assert plan["artifact"]["bytes"] == pytest.approx(size, rel=0.003)
-    assert file_bytes(artifact) == size  # by the same code, all figures known
+    assert file_bytes(artifact) == size  # exact with all figures of the fit
 
 
 @pytest.mark.full

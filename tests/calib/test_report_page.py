@@ -124,7 +124,7 @@ def test_quality_is_drawn_against_bits_with_the_front(report):
 
 
 def test_what_pays_with_host_memory_is_hollow_and_on_no_front(report):
-    assert len(report.of("g", **{"class": "host"})) == 1  # "worse", where it did not fail
+    assert len(report.of("g", **{"class": "host"})) == 1  # "worse", in the column where it did not fail
     assert any("worse" in text and text.endswith("at 5.00 bits, and host memory") for text in report.texts)
     run = toy_run()
     for cell in run["cells"]:
@@ -138,7 +138,7 @@ def test_what_pays_with_host_memory_is_hollow_and_on_no_front(report):
     assert "rtn-2" not in first and "rtn-4 (4.50" in first and "Hollow: methods that also use host memory" in first
     assert "Not shown, because they keep no bits on the device: worse." in first and "Not shown" not in second
     ticks = [float(text) for text in found.texts if re.fullmatch(r"[\d.]+", text)]
-    assert min(ticks) >= 0 and not any(0 < tick < 0.01 for tick in ticks)  # the axis begins where there is something
+    assert min(ticks) >= 0 and not any(0 < tick < 0.01 for tick in ticks)  # the axis begins near the first drawn point
 
 
 def test_a_figure_nobody_knows_has_no_front():
@@ -172,7 +172,7 @@ def test_memory_is_told_by_kind_on_one_scale(report):
     widths = [float(one["style"].removeprefix("width:").removesuffix("%")) for one in report.of("i") if "style" in one]
     assert widths[:2] == [75.0, 25.0] and sum(widths[6:9]) == pytest.approx(100 * 10 / 16, abs=0.1)
     text = page(toy_run(), "")
-    assert re.findall(r'class="loss">([^<]*)<', text)[:4] == ["16.00", "4.50", "2.50", "5.00"]  # host memory is no part
+    assert re.findall(r'class="loss">([^<]*)<', text)[:4] == ["16.00", "4.50", "2.50", "5.00"]  # without host memory
 
 
 def test_rare_kinds_are_taken_together_and_old_runs_have_one():

@@ -77,7 +77,7 @@ def test_tokens_behind_a_prompt_weigh_what_was_planned(method, prompt, after, mo
         for tokens in (prompt, *[1] * after):
             loaded(torch.randint(3, 64, (2, tokens)), past_key_values=cache)
         found = cache.memory()
-    assert planned.device == pytest.approx(found.measured_bytes, rel=MEMORY, abs=64)  # a table of rows' pages
+    assert planned.device == pytest.approx(found.measured_bytes, rel=MEMORY, abs=64)  # abs: the table of rows' pages
     assert planned.host == pytest.approx(found.host_bytes, rel=MEMORY)
 
 

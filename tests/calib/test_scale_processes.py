@@ -22,7 +22,7 @@ SMALL = [
     "--model.dictionary.samples=300", "--model.dictionary.heldout_samples=100", "--model.dictionary.epochs=2",
     "--model.dictionary.keys_sparsity=3", "--model.dictionary.values_sparsity=2",
 ]  # fmt: skip
-# Batches of the stages: 5, 3 and 3, so that the last one is one process's alone; or more processes than batches.
+# Batches of the stages: 5, 5, 3 and 3, so that one process alone has the last one; or more processes than batches.
 UNEVEN = [
     "--data.batch_size=2", "--data.sequences=9", "--model.clip_sequences=5", "--data.heldout_sequences=5",
     "--model.dictionary.atoms=12",
@@ -123,7 +123,7 @@ def test_killed_again_and_again_two_processes_end_with_the_same_bytes(toy, two, 
     assert (tmp_path / "toy.safetensors").read_bytes() == (two / "toy.safetensors").read_bytes()
 
 
-@pytest.mark.slow  # two interpreters are started, and one waits to be told
+@pytest.mark.slow  # two interpreters are started, and one waits for the end of the other
 @pytest.mark.parametrize("fails", [0, 1])
 def test_a_process_that_fails_ends_one_that_does_not_look_up(toy, tmp_path, fails):
     """The other process is in a batch that never ends. Lightning starts the second process by running this file again."""

@@ -341,7 +341,7 @@ def test_sized_steps_and_errors_are_those_of_brute_force():
     for stream, (y, deviation) in cases.items():
         errors, steps = (tensors[f"{stream}.{kind}"][0, head] for kind in ("errors", "steps"))
         size = over_size(y, deviation)
-        if stream == "values.klt.predicted":  # whose errors count in units of the size
+        if stream == "values.klt.predicted":  # errors of these are in units of the size
             y, size = y / size, torch.ones_like(size)
         order = y.square().mean(0).argsort(descending=True)
         torch.testing.assert_close(errors[:, 0].double(), y.square().mean(0)[order], rtol=1e-3, atol=0)

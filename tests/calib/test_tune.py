@@ -151,7 +151,7 @@ def test_allocation_beside_every_allocation():
             gaps.append(loss / best)
             spent = sum(map(list.__getitem__, costs, found)) / 3
             assert loss <= brute_force(costs, errors, spent) * 1.5
-        for price in (0.01, 0.05, 0.2):  # the best for a price of a bit is the best for what it costs
+        for price in (0.01, 0.05, 0.2):  # the best choice at a price of a bit is the best within its own bits
             pick = [
                 min(range(6), key=lambda n, c=c, e=e: e[n] + price * c[n]) for c, e in zip(costs, errors, strict=True)
             ]

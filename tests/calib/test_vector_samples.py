@@ -1,4 +1,4 @@
-"""The sample of vectors: which ones, of what, and that parts of a corpus give the sample of the whole."""
+"""The sample of vectors: which vectors it holds, and that samples of a corpus's parts merge into that of the whole."""
 
 import subprocess
 import sys
