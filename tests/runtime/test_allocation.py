@@ -1,4 +1,4 @@
-"""The budget of `klt`: what its solver chooses is what an exhaustive search would, within what words allow."""
+"""The bits of `klt`'s components: budgets are met exactly, and errors are close to the least, found by an exhaustive search."""
 
 from itertools import product
 
@@ -18,7 +18,7 @@ def errors_of(shape=SHAPE, seed=0):
 
 
 def error_of(errors, allocation):
-    """From the formula: component p W + w of a head has the width of field p."""
+    """The predicted error from its formula: of a head's W words component p W + w has the width of field p."""
     total = 0.0
     for role, streams in allocation.streams.items():
         for layer, words in enumerate(streams):
@@ -60,9 +60,9 @@ def test_no_other_choice_of_words_is_better():
                 best[key] = min(best.get(key, torch.inf), error_of(errors, one))
     for words in range(2, 9):
         least = min(best["keys", k] + best["values", words - k] for k in range(1, words) if words - k <= 4 and k <= 4)
-        found = solver.at_bits(words)  # 16 values: a word is a bit a value
+        found = solver.at_bits(words)  # 16 values: a word of 16 bits is one bit per value
         assert words_of(found) == words
-        # The price leaves out what lies above the hull: at a few words that can cost something, never much.
+        # A price per word reaches only choices on the curve's lower convex hull: with few words the error may be a little larger.
         assert least * (1 - 1e-6) <= found.error <= least * 1.15, words
 
 

@@ -1,4 +1,4 @@
-"""The artifact: round trips, equal bytes, atomic saving, and what it answers."""
+"""The artifact: round trips, equal bytes, atomic saving, and lookups of tensors and clip factors."""
 
 import json
 import os
@@ -95,7 +95,7 @@ def test_the_same_content_gives_the_same_bytes_in_every_process(tmp_path):
     done = in_python(script, tmp_path / "first", tmp_path / "second", PYTHONHASHSEED=hash_seed)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "second").read_bytes() == (tmp_path / "first").read_bytes()
-    # safetensors orders its metadata anew for every file: eight files would show it in one process, too
+    # safetensors itself orders metadata differently from file to file: eight files would show that within one process
     for index in range(8):
         toy.save(tmp_path / f"again{index}")
         assert (tmp_path / f"again{index}").read_bytes() == (tmp_path / "first").read_bytes()
@@ -185,7 +185,7 @@ def test_saving_makes_missing_folders_and_follows_links(tmp_path):
     assert Artifact.load(tmp_path / "new" / "a").provenance == {"seed": 8}
 
 
-# ---- asking it
+# ---- lookups
 
 
 def test_a_missing_tensor_names_who_wants_it_what_there_is_and_who_measures_it():

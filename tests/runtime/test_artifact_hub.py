@@ -1,4 +1,4 @@
-"""Artifacts to the hub and back, through huggingface_hub's own client and a hub in this process; and folders, without one."""
+"""Artifacts pushed to a hub and loaded from it, by huggingface_hub's client and a stand-in server; folders need no hub."""
 
 import os
 import subprocess
@@ -40,7 +40,7 @@ def test_a_folder_is_written_and_read_without_the_hub(hub, tmp_path):
     card = (folder / CARD).read_bytes()
     artifact.save_pretrained(folder)
     assert (folder / CARD).read_bytes() == card
-    other_artifact().save_pretrained(folder, license="mit")  # our own card is written anew
+    other_artifact().save_pretrained(folder, license="mit")  # a card that calib wrote is overwritten
     assert b"license: mit" in (folder / CARD).read_bytes() != card
     assert same(Artifact.from_pretrained(folder), other_artifact())
     assert not hub.requests
@@ -82,7 +82,7 @@ def test_a_models_own_card_stays(hub, tmp_path):
 def test_push_and_pull(hub):
     artifact = toy_artifact()
     info = artifact.push_to_hub("tiny", private=True, commit_message="first", license="apache-2.0")
-    repo = hub.repos["someone/tiny"]  # the owner is the token's
+    repo = hub.repos["someone/tiny"]  # the owner is the token's user
     assert repo.private
     assert info.oid == repo.refs["main"]
     assert hub.messages == ["first"]
@@ -93,7 +93,7 @@ def test_push_and_pull(hub):
     assert same(Artifact.from_pretrained("someone/tiny"), artifact)
     assert [(method, path.split("/")[1], token) for method, path, token in hub.requests] == [
         ("HEAD", "someone", TOKEN),
-        ("GET", "lfs", None),  # where the bytes lie is another's: no token
+        ("GET", "lfs", None),  # the bytes may be on another server, which must not get the token
     ]
     hub.requests.clear()
     assert artifact.push_to_hub("someone/tiny", license="apache-2.0").oid == info.oid  # nothing new, no commit
@@ -133,7 +133,7 @@ def test_what_was_downloaded_is_there_without_a_network(hub, tmp_path, monkeypat
     new.push_to_hub("someone/tiny")
     assert same(
         Artifact.from_pretrained("someone/tiny", local_files_only=True), old
-    )  # the hub's new one is not asked for
+    )  # the newer commit is not requested
     assert same(Artifact.from_pretrained("someone/tiny"), new)
     hub.repos["someone/other"] = Repo()
     hub.repos["someone/other"].refs["next"] = "0" * 40

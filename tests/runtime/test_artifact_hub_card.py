@@ -35,7 +35,7 @@ def test_the_front_matter(tmp_path):
     assert other.data.base_model == "mine/chat"
     assert 'from_pretrained("mine/chat")' in other.text
     folder = toy_artifact(provenance={"config": {"model": "my-llama"}, "data": {"name": "a.txt, b.txt"}})
-    assert saved(folder, tmp_path / "c").data.to_dict() == local  # names of this machine are none of the hub's
+    assert saved(folder, tmp_path / "c").data.to_dict() == local  # local names are not listed as the hub's
 
 
 def test_the_tables_hold_what_was_measured(tmp_path):
@@ -103,4 +103,4 @@ def test_hostile_text_stays_text(tmp_path):
         assert part not in card.text.replace("```", ""), part
     (code,) = re.findall(r"```python\n(.*?)```", card.text, re.DOTALL)
     compile(code, "card", "exec")
-    artifact.save_pretrained(tmp_path)  # it is still known as ours
+    artifact.save_pretrained(tmp_path)  # the card is still recognised as calib's

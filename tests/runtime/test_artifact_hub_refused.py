@@ -1,4 +1,4 @@
-"""What goes wrong with the hub is one line that says what to do, and no token is in it, in its causes or in the log."""
+"""Errors with the hub: a message of one line that says what to do; no token is in the message, its causes or the log."""
 
 import logging
 import traceback
@@ -10,7 +10,7 @@ from toy_hub import TOKEN, Repo, used
 from calib.runtime import Artifact, ArtifactError
 
 NAME = "calib.safetensors"
-SECRET = "hf_SecretSecretSecret"  # another's: the hub does not take it
+SECRET = "hf_SecretSecretSecret"  # the stand-in hub does not accept it
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def hub(monkeypatch, tmp_path):
 
 
 def refused(caplog, action) -> str:
-    """The line; nobody may have shown the token."""
+    """Returns the error's message; asserts that it is one line, and that no token is in it, its causes or the log."""
     caplog.set_level(logging.DEBUG)
     with pytest.raises(ArtifactError) as caught:
         action()

@@ -1,4 +1,4 @@
-"""What writers leave behind: nothing of their own, nothing of those that were killed, and never a live one's."""
+"""Atomic writes: no temporary file stays, those of killed writers are removed, those of a running writer never."""
 
 import os
 import signal
@@ -19,7 +19,7 @@ def a_file(path: Path) -> None:
 
 
 def a_file_by_a_library(path: Path) -> None:
-    """Which puts a file of its own over the one it is given."""
+    """Like `a_file`, by a library that replaces the temporary file it is given by a new one."""
     with atomically(path) as own:
         other = own.with_suffix(".other")
         other.write_bytes(b"half")
@@ -34,11 +34,11 @@ def a_folder(path: Path) -> None:
 
 
 def killed(path: Path, write: Callable[[Path], None]) -> None:
-    """A writer to `path` that is killed outright: a fork, which need not import torch once more."""
+    """Runs `write(path)`, which kills itself by SIGKILL, in a fork: that need not import torch once more."""
     with warnings.catch_warnings():
         warnings.simplefilter(
             "ignore", DeprecationWarning
-        )  # of forks beside threads: this one writes a file and is gone
+        )  # about forks of a process with threads: this one only writes a file
         child = os.fork()
     if not child:
         try:
@@ -80,7 +80,7 @@ def test_what_belongs_to_another_target_is_left_alone(tmp_path):
     killed(tmp_path / "ab", a_file)
     others = [tmp_path / ".a.tmp", tmp_path / ".a.0123456789ab.tmp.bak", tmp_path / ".a.0123456789ab.tmp"]
     for other in others:
-        other.write_bytes(b"")  # the last has the name of one of ours, and is no folder
+        other.write_bytes(b"")  # the last is named like a temporary folder, and is a file
     before = set(tmp_path.iterdir())
     write_atomically(tmp_path / "a", b"whole")
     assert set(tmp_path.iterdir()) == before | {tmp_path / "a"}

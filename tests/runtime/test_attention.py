@@ -1,4 +1,4 @@
-"""Attention of a layer at sizes beyond one tile, one run of rows, or one block of queries; and for any pair of schedules."""
+"""A layer's attention against float64: more tokens or rows than a tile, more queries than a block, any pair of schedules."""
 
 import oracle
 import pytest
@@ -31,7 +31,7 @@ def model():
 
 
 def check_next(cache, rows: list[Tokens]) -> None:
-    """One more forward with `rows` against the oracle's attention over what was held before it."""
+    """Feeds one more forward; compares it with float64 attention over the tokens that the cache held before and the new ones."""
     before = oracle.contents(cache)
     outputs = feed(cache, rows)
     for layer, held in enumerate(before):
@@ -80,7 +80,7 @@ def test_more_queries_than_a_block(model, name):
 
 @pytest.mark.parametrize("name", ["kivi-2-short", "kivi-2-fine", "rtn-4"])
 def test_a_long_prompt_in_equal_rows_is_stored_alike(model, name):
-    """Encoded in pieces of TILE_TOKENS over the rows, which token groups must not notice."""
+    """A prompt is encoded in pieces of TILE_TOKENS tokens over all rows, which must not cut a group of tokens."""
     together, rows = BY_NAME[name].open(model), [Tokens.random(model, 1500, seed=seed) for seed in range(3)]
     together.release()
     feed(together, rows)
@@ -119,8 +119,8 @@ def test_any_pair_of_schedules_is_attended(model, keys, values, stages):
     cache, tokens = composed(keys, values, stages), [Tokens.random(model, 330, seed=seed) for seed in (3, 4)]
     at = [200, 37]
     feed(cache, [row[:start] for row, start in zip(tokens, at, strict=True)])
-    # Decode steps, chunks, and chunks with padding: there rows are read one by one, the second at 96 tokens, where
-    # blocks of 16, 32 and 48 end and nothing of it is exact.
+    # Decode steps, chunks, and chunks with padding, which are attended row by row. The second row then holds 96 tokens, where
+    # blocks of 16, 32 and 48 tokens end: none of its tokens is exact.
     for counts in [*[(1, 1)] * 28, (20, 20), (1, 1), (3, 7), (1, 1), (5, 2), *[(2, 1)] * 8, (5, 0), (1, 1)]:
         check_next(cache, [row[start : start + n] for row, start, n in zip(tokens, at, counts, strict=True)])
         at = [start + n for start, n in zip(at, counts, strict=True)]
@@ -140,7 +140,7 @@ def test_rows_of_one_length_are_attended_step_by_step(model, keys, values, stage
 
 
 def composed(keys, values, stages: str) -> CompressedCache:
-    """A cache of two layers with these schedules, and stages that leave nothing out."""
+    """A cache of two layers with these schedules, and the transforms and codecs named by `stages`."""
     transform, key_codec, value_codec = {
         "uniform": (Identity(), UniformQuant(3, (1, 8)), UniformQuant(2, (1, None), PER_HEAD)),
         "calibrated": (RANGE, UniformQuant(2, None, PER_HEAD), UniformQuant(4, None)),

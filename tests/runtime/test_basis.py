@@ -1,4 +1,4 @@
-"""Plain codecs in other coordinates (`basis`) beside float64: what lies in pages, what attention makes of it, what is refused."""
+"""Keys and values that are rotated before quantisation (`basis`), against float64: what pages hold, errors, and refusals."""
 
 import re
 
@@ -25,7 +25,7 @@ METHODS = {
 
 
 def rotations(basis: str, stream: str, layer: int, artifact) -> np.ndarray:
-    """R of each KV head, float64 `[kv_heads, D, D]`, its entries multiples of 2^-22."""
+    """The rotation R of each KV head, float64 `[kv_heads, D, D]`, its entries rounded to multiples of 2^-22."""
     if basis == "calibrated":
         exact = artifact.tensor(f"{stream}.rotation")[layer].double().numpy()
     else:
@@ -56,7 +56,7 @@ def groups(method: str, stream: str) -> tuple[int, int]:
 @pytest.mark.parametrize("basis", ["hadamard", "calibrated"])
 @pytest.mark.parametrize("method", METHODS)
 def test_what_is_stored_is_rounded_in_the_basis(method, basis):
-    """x^ = R^T Q(R x), of a prompt and of single tokens behind it; what is exact is not rotated at all."""
+    """x^ = R^T Q(R x), of a prompt and of single tokens after it; tokens of the exact window are not rotated."""
     model = random_model("llama")
     artifact, options = calibrated_artifact(model), METHODS[method]
     tokens = Tokens.random(model, LENGTH, seed=4)
@@ -81,7 +81,8 @@ def test_what_is_stored_is_rounded_in_the_basis(method, basis):
 
 @pytest.mark.parametrize("method", ["rtn", "kivi"])
 def test_one_large_channel_no_longer_costs_the_others(method):
-    """Per-token ranges are as wide as the largest channel: a rotation shares it out. Keys per channel never had that loss."""
+    """A token's range is as wide as its largest channel; a rotation spreads that over all channels. KIVI's keys, whose ranges are
+    per channel, gain nothing."""
     model, errors = random_model("llama"), {}
     tokens = Tokens.random(model, 128, seed=5)
     tokens.keys[..., 3] *= 20
@@ -102,7 +103,7 @@ def test_one_large_channel_no_longer_costs_the_others(method):
 
 
 def test_none_is_what_there_was():
-    """The default: not rotated, with the artifact's clip factors; in another basis there are none."""
+    """The default, `basis="none"`, uses the artifact's clip factors; another basis uses none."""
     model = random_model("llama")
     artifact, clips = calibrated_artifact(model), {}
     for basis in ("none", "hadamard", "calibrated"):

@@ -1,4 +1,4 @@
-"""InfLLM's prompts by blocks: one long forward is chunk after chunk, whoever brings it and however it is padded."""
+"""InfLLM with `prefill="blocks"`: one long forward gives what its chunks give one after the other, with any batch and padding."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def model():
 
 
 def logits(model, cache, ids: torch.Tensor, sizes: list[int]) -> torch.Tensor:
-    """Of `ids [rows, n]` in forwards of these sizes."""
+    """Logits of `ids [rows, n]`, fed in forwards of these sizes."""
     with torch.no_grad():
         parts = [model(input_ids=part, past_key_values=cache).logits for part in ids.split(sizes, 1)]
     return torch.cat(parts, 1)
@@ -34,7 +34,7 @@ def ids_of(rows: int, length: int, seed: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize("positions", ["cache", "original"])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral-sliding"])
 def test_one_forward_is_chunk_after_chunk(family, positions):
-    """To the last bit, as if the caller had cut prompt, step and turn himself. A sliding window is shorter than the prompt."""
+    """Logits and stored tokens are bit for bit those of forwards of one chunk each. A sliding window is shorter than the prompt."""
     model, ids = random_model(family), ids_of(2, 301)
     found = []
     for options, sizes in (
@@ -46,7 +46,7 @@ def test_one_forward_is_chunk_after_chunk(family, positions):
     assert torch.equal(found[0][0], found[1][0])
     for mine, other in zip(found[0][1], found[1][1], strict=True):
         host = {name for name in mine if name.startswith(("0.host", "1.host"))}
-        if family == "mistral-sliding":  # what the last chunk no longer sees stays on the host
+        if family == "mistral-sliding":  # the long forward keeps tokens on the host that its last chunk no longer sees
             assert all(mine[name].shape[1] >= other[name].shape[1] for name in host)
             mine, other = ({name: part for name, part in own.items() if name not in host} for own in (mine, other))
         assert not differing(mine, other, mass=0)
@@ -63,7 +63,7 @@ def test_a_short_prompt_is_exact_and_a_long_one_is_not(model):
 
 @pytest.mark.full
 def test_a_row_does_not_depend_on_its_neighbours_or_its_padding(model):
-    """Rows end within a chunk, at its end, and before others begin a chunk at all."""
+    """One row ends with a chunk, others within one, and one is shorter than a chunk."""
     lengths = [150, 37, 96, 5]
     inputs = left_padded(lengths)
     with compress(model, "infllm", **BLOCKS) as cache:
@@ -80,7 +80,7 @@ def test_a_row_does_not_depend_on_its_neighbours_or_its_padding(model):
 @pytest.mark.arithmetic
 @pytest.mark.parametrize("rejected", [0, 3, 30])
 def test_drafts_of_many_chunks_attend_as_they_will_be_stored(model, rejected):
-    """Prompt lookup begins with a prompt and its drafts in one forward. Nothing of them is stored before they are confirmed."""
+    """Prompt lookup begins with a prompt and its drafts in one forward, of which nothing is stored before it is confirmed."""
     tokens = [Tokens.random(model, size, seed=seed) for seed, size in enumerate((130, 70))]
     drafted, plain = (compress(model, "infllm", **BLOCKS) for _ in range(2))
     for cache in (drafted, plain):
@@ -112,7 +112,7 @@ def test_prompt_lookup_says_what_greedy_decoding_says(model):
 
 
 def test_gradients_of_a_prompt_of_many_chunks_are_refused_in_a_line(model):
-    """Those of one chunk are plain attention's, as any prompt's."""
+    """A prompt of one chunk has the gradients of plain attention, as any prompt has."""
     for length, refused in ((CHUNK, False), (2 * CHUNK, True)):
         with compress(model, "infllm", **BLOCKS) as cache:
             total = model(input_ids=ids_of(1, length), past_key_values=cache).logits.sum()

@@ -1,4 +1,4 @@
-"""A budget of tokens keeps those that its saliency says, for each KV head or one set for all: against float64."""
+"""A token budget keeps the tokens that its saliency ranks highest, for each KV head or one set for all, against float64."""
 
 from dataclasses import dataclass
 
@@ -40,7 +40,7 @@ class Budget:
 
 
 def oracle(kind="accumulated", shared=False, **options):
-    """The same in float64."""
+    """The same budget in float64."""
     return H2O(policy=Policy(kind, probes="all"), shared=shared, **options)
 
 

@@ -1,4 +1,4 @@
-"""What a cache does around a model's forward it does by every name that transformers has for the argument."""
+"""Hooks on a model's forward find the cache under every name that transformers has for the argument."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from calib.runtime import compress
 from calib.runtime.cache_argument import NAME, NAMES, cache_in
 from calib.runtime.graphs import step_graphs
 
-# An older name is still taken by a release that has a newer one.
+# The names that this release of transformers accepts: its own, and older ones.
 TAKEN = NAMES[NAMES.index(NAME) :]
 
 

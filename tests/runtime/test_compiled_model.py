@@ -10,7 +10,7 @@ from calib.runtime.untraced import REASON
 
 @pytest.fixture
 def graphs():
-    """Those that torch.compile makes."""
+    """The graphs that torch.compile makes, which the test appends."""
     torch._dynamo.reset()
     yield []
     torch._dynamo.reset()

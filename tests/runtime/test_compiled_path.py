@@ -1,4 +1,4 @@
-"""Decode steps through attention's compiled kernels of a CPU, against the same steps through plain torch."""
+"""Decode steps by the compiled CPU kernels of attention, against the same steps in plain torch."""
 
 import os
 import shutil
@@ -11,11 +11,11 @@ from toy_models import left_padded, random_model
 from calib.kernels.attend import pages_cpu
 from calib.runtime import compress
 
-PROMPTS, STEPS = [200, 131, 17], 140  # one row is short of a page at first; all encode blocks on the way
+PROMPTS, STEPS = [200, 131, 17], 140  # one row has less than a page at first; all rows encode blocks in the steps
 
 
 def decoded(model, options) -> torch.Tensor:
-    """The logits of all steps, of given tokens."""
+    """Logits of all steps `[steps, rows, vocabulary]`, for the same tokens in every run."""
     inputs, found = left_padded(PROMPTS), []
     mask = inputs["attention_mask"]
     with torch.no_grad(), compress(model, **options) as cache:
@@ -43,8 +43,8 @@ def decoded(model, options) -> torch.Tensor:
     ids=["kivi", "kivi-windows", "rtn"],
 )
 def test_rows_of_unequal_length_are_met_by_one_kernel(options, monkeypatch):
-    """In every step, whichever rows have packed tokens, and whichever of them have keys packed ahead of their values. One layer:
-    what is stored does not go through attention."""
+    """One call a step, whichever rows have packed tokens, and whichever of them have more packed keys than values. The model has
+    one layer, so that what is stored does not depend on attention."""
     model, calls, attend_pages = random_model("llama", num_hidden_layers=1), [], pages_cpu.attend_pages
 
     def counted(*given):

@@ -28,12 +28,12 @@ def same(found, expected, rows: int) -> bool:
 
 
 def shared_tables(cache) -> list[SharedTable]:
-    """What layers and copies have in common: nothing ever writes to it."""
+    """The tables that layers and copies of a cache share; nothing writes to them."""
     return [table for layer in cache.compressed for table in tables_in(layer.plan)]
 
 
 def tables_in(part) -> Iterator[SharedTable]:
-    """Those of a plan, a stage, or several."""
+    """Yields the shared tables in a plan, a stage, or a tuple of these."""
     if isinstance(part, SharedTable):
         yield part
     elif is_dataclass(part) or isinstance(part, tuple):
@@ -95,7 +95,7 @@ def test_everything_moves(model, case):
     feed(cache, [row[-1:] for row in tokens])
     size = cache.memory()
     cache.to("meta")  # a device that every machine has
-    # But for the frequencies of RoPE, angles are worked out on the host, in float64; and for what is there on purpose.
+    # RoPE's frequencies stay on the CPU, which computes angles in float64; so do offloaded tokens.
     rotation = cache.compressed[0].context.rotation
     left = set() if rotation is None else {rotation.frequencies.data_ptr()}
     assert positions_but(left, cache, cache) == {"meta"}
@@ -103,7 +103,7 @@ def test_everything_moves(model, case):
 
 
 def positions_but(left: set[int], holder, cache) -> set[str]:
-    """Devices of all tensors reachable from `holder`, but for those `left` and what a cache keeps on the host on purpose."""
+    """Device types of all tensors reachable from `holder`, except those at addresses in `left`, the artifact's, offloaded ones."""
     artifact = cache.origin.artifact
     left = left | {tensor.data_ptr() for tensor in ({} if artifact is None else artifact.tensors).values()}
     left = left | {
@@ -118,7 +118,7 @@ def positions_but(left: set[int], holder, cache) -> set[str]:
 
 
 def test_layers_of_a_group_share_their_dictionary_wherever_they_are(model):
-    """The toy artifact has a group a layer for keys, and one for the values of all."""
+    """The toy artifact has one dictionary for each layer's keys, and one for the values of all layers."""
     cache = BY_NAME["csr-offline"].open(model)
     cache.release()
     feed(cache, [Tokens.random(model, 60, seed=1)])
@@ -165,9 +165,9 @@ def test_a_cache_follows_its_model_to_another_device(name):
 @pytest.mark.arithmetic
 @pytest.mark.parametrize("case", [case for case in CASES if not case.on_host], ids=str)
 def test_layers_may_lie_on_different_devices(model, case, monkeypatch):
-    """The first layer on the CPU, the second on the meta device, which refuses to meet tensors of another device.
+    """The first layer is on the CPU, the second on the meta device, where operations with tensors of another device fail.
 
-    It has nothing either that could be brought to the host.
+    A meta tensor has no values either that the host could read.
     """
     # In float16 no codec of 2 bits and more reads values to choose the width of its parameters: the meta device has none.
     model = random_model("llama", torch.float16) if case.tiered else model
@@ -190,7 +190,7 @@ def test_layers_may_lie_on_different_devices(model, case, monkeypatch):
 
 @pytest.mark.parametrize("order", ["interleaved", "nested"])
 def test_two_live_caches_of_one_model(model, order):
-    """One is used while the other is in the middle of a text; each says what it says alone."""
+    """One is used while the other is in the middle of a text; each gives the tokens that it gives alone."""
     inputs, alone = left_padded([140, 70]), {}
     for name in ("kivi-2-short", "rtn-4"):
         with BY_NAME[name].open(model) as cache:
@@ -213,7 +213,7 @@ def test_two_live_caches_of_one_model(model, order):
             inner.release()
 
 
-# --- memory that is given back ------------------------------------------------------------------------------------
+# --- memory that is freed -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.full
@@ -232,8 +232,8 @@ def test_four_beams_hold_the_pages_of_a_prompt_once(model, case):
             assert len(table.rows) == 4
             whole = 0 if written else used // size
             assert all(row[:whole] == table.rows[0][:whole] for row in table.rows)
-            # Beside the shared pages each beam may have two of its own, where its text has parted, and a little slack. A
-            # tier whose slots are used again is each beam's own.
+            # Besides the shared pages each beam may have two of its own, where its text differs, and a little slack. A
+            # tier whose slots are reused is not shared by beams.
             own = -(-used // size) if written else 2
             rewritten.append(written)
             allowed.append(whole + 4 * own + 4)
@@ -242,7 +242,7 @@ def test_four_beams_hold_the_pages_of_a_prompt_once(model, case):
             assert whole >= 6
         memory = cache.memory()
     tables = zip(pool_bytes(single), single.sequences.all_tables, strict=True)
-    weights = [weight / max(1, table.capacity) for weight, table in tables]  # no tokens may have come to a tier yet
+    weights = [weight / max(1, table.capacity) for weight, table in tables]  # a tier may hold no tokens yet
     used = sum(weight * count for weight, count in zip(weights, allowed, strict=True))
     assert sum(pool_bytes(cache)) <= used * (1 + MEMORY)
     # Where every slot is used again no page can be shared, and four beams are four times one.

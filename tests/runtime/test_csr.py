@@ -25,7 +25,7 @@ THREE = [[16, 0.1], [8, 0.3], [4, 0.6]]
 def csr(
     walk: str = "steps", gqa: int = 2, atoms: int = 64, dtype: torch.dtype = torch.float32, **rest: Any
 ) -> Scenario:
-    """Options of the method, and what else a scenario says."""
+    """A scenario of CSR: options of the method in `rest`, and the scenario's own fields."""
     own = {name: rest.pop(name) for name in ("data", "merged", "tokens_seed", "changes") if name in rest}
     return Scenario(rest, walk, gqa, dtype, atoms=atoms, **own)
 
@@ -47,7 +47,7 @@ SCENARIOS = [
     csr("short", sparsity=1, value_chunks=1, **SHORT),
     csr("short", sparsity=32, value_chunks=1, atoms=128, **SHORT),  # as many steps as channels
     csr("turns", sparsity=6, gqa=4),
-    # Own atoms: none of an artifact's, as many, twice as many; fewer and more than the first chunk has vectors.
+    # Online atoms: none, as many as the artifact's, twice as many; none of the artifact's; fewer and more than there are vectors.
     csr(online=0),
     csr(online=128),
     csr(online=256, gqa=1),
@@ -64,11 +64,11 @@ SCENARIOS = [
     csr("pages", atoms=0, online=300, changes=HEAD_64),
     csr("pages", online=64, seed=2**32 + 5),
     csr("steps", atoms=0, online=30, seed=3),
-    # Keys and values of their own.
+    # Different options for keys and values.
     csr("turns", sparsity={"keys": 8, "values": 4}),
     csr("turns", sparsity={"keys": 3, "values": 10}, coefficients=4, gqa=4, atoms=0, online=40),
     csr("short", sparsity={"keys": 1, "values": 8}, value_chunks=4, pursuit="orthogonal", index="int16", **SHORT),
-    # Shares of both samplings: one of them alone, with and without atoms to be represented by; shares that do not divide.
+    # Shares of the two samplings of online atoms: one alone, with and without the artifact's atoms; shares that do not divide.
     *(csr("turns", online=40, reverse_share=share, **more) for share in (0, 1) for more in ({}, {"atoms": 0})),
     csr("turns", online=41, reverse_share=0.25, gqa=4),
     csr("turns", online=100, reverse_share=0.29, atoms=0, pursuit="orthogonal"),
@@ -181,8 +181,8 @@ def test_logits_with_a_soft_cap(scenario, monkeypatch):
     walk_beside(scenario, [[size] for size in sizes], [scenario.tokens(sizes)])
 
 
-# What each row brings to a forward: prompts of several blocks and below the window, rows that begin later (among padding,
-# and beside rows that bring as much to what they hold), turns of any size.
+# Tokens of each row in each forward: prompts of several blocks and shorter than the window, rows that begin later (with padding,
+# or beside rows that add as many tokens to those they hold), turns of any size.
 ROUNDS = [
     [130, 12, 77, 0, 0],
     [1, 1, 1, 40, 0],
@@ -217,7 +217,7 @@ TILES = [csr("pages"), csr("pages", online=40, gqa=1), csr("pages", tiers=TIERS,
 @pytest.mark.parametrize("size", [64, 128])
 @pytest.mark.parametrize("scenario", TILES, ids=str)
 def test_tokens_of_several_tiles(scenario, size, monkeypatch):
-    """Pairs become tokens tile by tile: 300 tokens, 128 or 64 at a time."""
+    """Pairs are decoded tile by tile: 300 tokens, 128 or 64 at a time."""
     monkeypatch.setattr("calib.runtime.tiered.tier.tile_tokens", lambda heads, channels: size)
     rounds = [[300, 20, 130], [1, 1, 1], [3, 0, 40], [80, 90, 1], [1, 1, 1]]
     rows = [scenario.tokens(column, row) for row, column in enumerate(zip(*rounds, strict=True))]
@@ -257,7 +257,7 @@ def plane_bytes(pairs: int, bits: int) -> int:
     ids=str,
 )
 def test_what_one_more_token_costs(scenario, atoms):
-    """s pairs of a coefficient and an index for each head, keys and values alike, and of whole numbers a scale."""
+    """For each head s pairs of a coefficient and an index, of keys and of values; integer coefficients also have a 16-bit scale."""
     form, size = scenario.spec.coefficients, 0.0
     index = 16 if scenario.options.get("index") == "int16" else max(1, math.ceil(math.log2(atoms)))
     for pairs in map(scenario.spec.pairs, ("keys", "values")):
@@ -269,7 +269,8 @@ def test_what_one_more_token_costs(scenario, atoms):
 
 
 def test_what_is_worst_is_found_with_atoms_as_they_are_stored():
-    """Of 48 chunks of values the fourth atom is the 40th's: with atoms that were not rounded yet it would be the 47th's."""
+    """Online atoms are sampled by their errors with atoms as stored: the fourth of 48 chunks of values is the 40th; with atoms that
+    were not rounded yet it would be the 47th."""
     scenario = csr(sparsity=2, online=4, window=0, block=1, gqa=1, atoms=0)
     first, other = Tokens.random(scenario.model, 12, seed=2439052), scenario.tokens([12])
     tokens = Tokens(*(torch.cat([getattr(first, name)[:1], getattr(other, name)[1:]]) for name in vars(first)))

@@ -17,9 +17,9 @@ from calib.runtime.offload import fetched_pool
 from calib.runtime.paging.pages import TILE_TOKENS
 
 STEPS = 2000
-# Steps after which every schedule of the table, and the pages, are where they were; ZipCache's blocks and their shares.
+# Steps after which all schedules of the cases, and pages, are at the same phase again; and with ZipCache's blocks and shares.
 PERIOD, BLOCKS_PERIOD = 384, 640
-# Both within one tile of 4,096 tokens to the end: a further tile is more attention, not more overhead.
+# Both stay within one tile of 4,096 tokens: a second tile would add operations of attention, not overhead.
 LENGTHS = {"one row": [40], "ragged rows": [40, 23]}
 QUICK = [
     ("kivi-2", "ragged rows"),
@@ -34,7 +34,7 @@ CELLS = [(case.name, lengths) for case in CASES for lengths in LENGTHS]
 def watched(monkeypatch) -> list[HostWaits]:
     """Watches every `update` and `attend` of compressed layers from now on; one entry for each call.
 
-    But not the gathering of what was fetched: on a CPU it asks how much is wanted, which on a GPU it must not and does not.
+    The gathering of fetched pairs is not watched: on a CPU it reads their number on the host, which it does not on a GPU.
     """
     calls, gather = [], fetched_pool.host_gather
 
@@ -65,7 +65,7 @@ def test_2000_steps(name, lengths, monkeypatch):
 @pytest.mark.full
 @pytest.mark.parametrize(("name", "lengths"), QUICK)
 def test_three_periods_of_steps(name, lengths, monkeypatch):
-    """The same of one layer, as many steps as it takes to compare a period with the next."""
+    """The same with one layer and three periods of steps: the second is compared with the third."""
     decode(random_model("llama", num_hidden_layers=1), name, lengths, 3 * period_of(name), monkeypatch)
 
 
@@ -74,7 +74,7 @@ def period_of(name: str) -> int:
 
 
 def decode(model, name: str, lengths: str, steps: int, monkeypatch) -> None:
-    """The steps, and what must hold in each of them and over all."""
+    """Runs the decode steps and checks each of them, and all together."""
     inputs, period = left_padded(LENGTHS[lengths]), period_of(name)
     mask, token = inputs["attention_mask"], inputs["input_ids"][:, -1:]
     operations, beside = [], []
@@ -91,23 +91,23 @@ def decode(model, name: str, lengths: str, steps: int, monkeypatch) -> None:
             if step % 100 == 0:
                 memory = cache.memory()
                 assert abs(memory.measured_bytes - memory.predicted_bytes) <= MEMORY * memory.predicted_bytes
-            if step in (period, steps - steps % period):  # windows are as full in both
+            if step in (period, steps - steps % period):  # windows hold as many tokens in both
                 (tensors, size), memory = live_tensors(), cache.memory()
                 beside.append((tensors, size - memory.measured_bytes - memory.host_bytes - mask.nbytes))
         assert cache.sequences.lengths == [length + steps for length in LENGTHS[lengths]]
     assert beside[0] == beside[1]
     early, late = operations[period : 2 * period], operations[-period:]
-    # Steps of one kind: those that are nothing but a step, and those in the middle.
+    # The least and the median number of operations: of steps that encode nothing, and of usual ones.
     assert min(early) == min(late) and median(early) == median(late)
-    # All kinds: growing the pools costs a few operations now and then, less and less often, and of the rows that are looked
-    # at some are drawn; nothing else may be added.
+    # All steps together: pools grow now and then, less and less often, and some probe queries are drawn at random; nothing
+    # else may be added.
     assert sum(early) * 0.98 <= sum(late) <= sum(early) * 1.02
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("case", [case for case in CASES if case.tiered or case.on_host], ids=str)
 def test_no_step_waits_whatever_it_does(case, monkeypatch):
-    """Rows that begin a block, close one, fill a budget and contest for it in different steps; pages begin."""
+    """Rows begin a block, complete one, fill a budget and evict from it in different steps; new pages are begun."""
     model, inputs = random_model("llama", num_hidden_layers=1), left_padded([60, 31, 9])
     mask, token = inputs["attention_mask"], inputs["input_ids"][:, -1:]
     with case.open(model) as cache, torch.no_grad():
@@ -127,10 +127,10 @@ def test_a_step_makes_no_tensor_larger_than_a_tile(case):
     model = random_model("llama", num_hidden_layers=1)
     cache = case.open(model)
     cache.release()
-    # More than a tile, where tokens lie in tiers also of those in the larger tier.
+    # More tokens than a tile; with tiers the larger tier has more than a tile, too.
     length = (2 if case.tiered else 1) * TILE_TOKENS + 700
     tokens = Tokens.random(model, length + 1, seed=1)
-    # In tiers as one prompt, which all budgets go by.
+    # With tiers as one prompt, from whose length budgets follow.
     for at in range(0, length, length if case.tiered else 1000):
         feed(cache, [tokens[at : min(at + (length if case.tiered else 1000), length)]])
     for table in cache.sequences.all_tables:
@@ -141,8 +141,8 @@ def test_a_step_makes_no_tensor_larger_than_a_tile(case):
                 pool.grow(table.capacity)
     with Operations() as operations:
         feed(cache, [tokens[length:]])
-    # A tile of one stream: 2 KV heads of 32 channels (3 bits: 7 words of 5 codes are 35), or of a basis' components: heads
-    # with fewer words than another have room for as many. Scores are smaller.
+    # A tile of one stream: 2 KV heads of 32 channels (3 bits: 7 words of 5 codes are 35), or of components of a basis, where
+    # every head has as many as the head with the most words. Scores are smaller.
     of_3_bits = case.name in (
         "kivi-3-short",
         "zipcache-accumulated",

@@ -1,4 +1,4 @@
-"""Unconfirmed tokens: while past recording is on, a forward's tokens can be taken back without a trace."""
+"""Unconfirmed tokens: while past recording is on, `crop` can reject a forward's tokens, and nothing of them remains."""
 
 import oracle
 import pytest
@@ -12,7 +12,7 @@ from calib.runtime.logits import Logits
 
 pytestmark = pytest.mark.arithmetic
 
-# Drafts of a forward and how many of them are rejected, from a prompt that already holds some: all, some and none kept.
+# After a prompt that has drafts itself: drafts of a forward, and how many of them are rejected (none, some, all).
 STEPS = [(5, 3), (1, 0), (4, 4), (6, 0), (33, 1), (1, 0), (130, 100), (2, 1)]
 
 
@@ -23,9 +23,9 @@ def model():
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_what_is_stored_is_what_plain_decoding_stores(model, case):
-    """Where attention decides what is stored, tokens of one forward have seen each other: there it is what forwards of
-    the accepted tokens alone would have stored, to the last bit, mass included; but what rejected ones had fetched may lie
-    in the way, and a sum has another order."""
+    """Bit for bit, mass included. Where it matters which tokens come in one forward (`by_forwards`), plain decoding has the
+    same forwards without the rejected tokens, else one token each. With offloading rejected tokens may have fetched pairs,
+    which changes the order of sums: mass then has a tolerance."""
     tokens, near = Tokens.random(model, 300, seed=1), Tokens.random(model, 5, seed=2, magnitude=1000)
     # Huge enough to spoil whatever they touch: scales, maxima, sums of attention.
     poison = Tokens.random(model, 150, seed=2, magnitude=1e30)
@@ -34,7 +34,7 @@ def test_what_is_stored_is_what_plain_decoding_stores(model, case):
     plain.release()
     drafted.activate_past_recording()
     at, sizes = 120, [120]
-    feed(drafted, [join(tokens[:at], near)])  # the first forward also fixes the width of parameters
+    feed(drafted, [join(tokens[:at], near)])  # the first forward also decides the parameters' dtype
     drafted.crop(-5)
     for count, wrong in STEPS:
         kept = count - wrong
@@ -104,7 +104,7 @@ def test_drafts_lie_in_no_page_and_no_window_and_are_weighed(model):
 
 @pytest.mark.parametrize("name", ["zipcache", "mikv-8-2", "h2o", "streaming_llm", "oracle"])
 def test_drafts_lie_in_no_tier_and_are_weighed(model, name):
-    """Those of a method that observes with their queries: attention is worked out again once it is known who stays."""
+    """A method that observes attention keeps the drafts' queries as well: it attends again once it is known which drafts stay."""
     cache, tokens = BY_NAME[name].open(model), Tokens.random(model, 420, seed=6)
     cache.release()
     feed(cache, [tokens[:100]])
@@ -124,7 +124,7 @@ def test_drafts_lie_in_no_tier_and_are_weighed(model, name):
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_prompt_of_which_nothing_was_kept_is_none(model, case):
-    """Budgets, chunks and what is measured go by the first forward that brings any token."""
+    """If `crop` keeps nothing of the first forward, the next one is the prompt: budgets, chunks and statistics follow from it."""
     cache, plain, tokens = case.open(model), case.open(model), Tokens.random(model, 150, seed=6)
     cache.release()
     plain.release()
@@ -151,7 +151,7 @@ def test_drafts_do_not_keep_a_fused_projection_alive(model, name):
     assert memory.measured_bytes == memory.predicted_bytes
     assert memory.by_kind["window"] == 2 * heads * 40 * 32 * 4
     drafts = [part.clone() for draft in cache.sequences.forward.drafts for part in draft.parts]
-    fused.zero_()  # the model's own memory is the model's again
+    fused.zero_()  # the model may reuse its memory
     assert all(map(torch.equal, drafts, [part for draft in cache.sequences.forward.drafts for part in draft.parts]))
     cache.crop(0)
     assert all(float(part.abs().min()) > 0 for held in oracle.contents(cache) for part in held[0][:2])

@@ -22,7 +22,7 @@ def model():
 
 
 class Replay:
-    """Writes down what every forward of a cache brought: queries, keys and values of each layer, and what `crop` kept."""
+    """Records queries, keys and values of each layer in every forward of a cache, without the tokens that `crop` rejects."""
 
     def __init__(self, cache, monkeypatch):
         self.cache = cache
@@ -47,12 +47,12 @@ class Replay:
 
     @property
     def sizes(self) -> list[int]:
-        """Tokens that each forward brought and left."""
+        """The number of tokens of each forward that were kept."""
         return [query.shape[2] for query, _, _ in self.brought[0]]
 
     @property
     def tokens(self) -> Tokens:
-        """All that was kept of the only row."""
+        """All kept tokens of the only row."""
         layers = [[torch.cat(part, 2)[0] for part in zip(*layer, strict=True)] for layer in self.brought]
         return Tokens(*map(torch.stack, zip(*layers, strict=True)))
 
@@ -73,8 +73,8 @@ def assistants(model):
 @pytest.mark.full
 @pytest.mark.parametrize(("case", "way"), in_turn(CASES, ["prompt lookup", "assisted"]))
 def test_generation_with_drafts_stores_the_accepted_tokens_alone(model, case, way, monkeypatch):
-    """Afterwards the cache holds, bit for bit, what one-token forwards of the accepted tokens would have stored; or, where
-    attention decides what is stored, the same forwards without the rejected tokens."""
+    """Afterwards the cache holds, bit for bit, what one-token forwards of the accepted tokens would have stored; or, where it
+    matters which tokens come in one forward, the same forwards without the rejected tokens."""
     inputs = {"input_ids": left_padded([40])["input_ids"].repeat(1, 5)}  # a text that repeats itself invites lookups
     with case.open(model) as cache, monkeypatch.context() as patch:
         replay = Replay(cache, patch)
@@ -116,7 +116,7 @@ def test_crop_of_nothing_is_always_allowed():
 
 
 def test_plain_generation_goes_on_after_drafts(model):
-    """Recording stays on when assisted decoding ends; a later turn must not notice."""
+    """Past recording stays on when assisted decoding ends, which must not change a later turn."""
     inputs = {"input_ids": left_padded([40])["input_ids"].repeat(1, 4)}
     with BY_NAME["kivi-2-short"].open(model) as cache:
         first = model.generate(
@@ -136,7 +136,8 @@ def test_plain_generation_goes_on_after_drafts(model):
 
 
 def test_the_next_generation_holds_no_drafts(model):
-    """Past recording, which transformers turns on for drafts, is over: a prompt is stored at once, and a cache speculates again."""
+    """A later `generate` without drafts ends past recording, which transformers turned on for them: its prompt is stored at once,
+    and the cache speculates again."""
     text, columns = left_padded([40])["input_ids"].repeat(1, 4), []
     with compress(model, "specache", k=16, residual=32) as cache:
         found = model.generate(

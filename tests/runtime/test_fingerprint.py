@@ -148,7 +148,7 @@ def test_head_dim_and_kv_heads_are_derived_where_the_configuration_is_silent():
 
 
 def test_a_limit_that_is_none_is_written_as_a_word():
-    """Mamba 2's in models of both kinds of layers (Granite 4, Bamba): JSON has no infinite number."""
+    """`time_step_limit` of Mamba 2 layers (Granite 4, Bamba) may be infinite, for which JSON has no number."""
     model = toy_model()
     model.config.time_step_limit = (0.0, float("inf"))
     assert fingerprint(model)["config"]["time_step_limit"] == [0.0, "inf"]

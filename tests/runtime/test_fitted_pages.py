@@ -1,4 +1,4 @@
-"""Pages no longer than the longest row while no row has a second one: what `full` holds of a short prompt."""
+"""Short prompts of `full` and `rtn`: while no row has a second page, pages have only the slots that the longest row needs."""
 
 import pytest
 import torch
@@ -46,7 +46,7 @@ def test_pages_are_doubled_while_a_row_grows_token_by_token(prompt):
 
 
 def model_logits(model, part, cache):
-    """Of the last token, with another cache, which has attention of its own."""
+    """Logits of the last token with another cache, by the model's sdpa attention."""
     ours = model.config._attn_implementation_internal
     model.config._attn_implementation_internal = "sdpa"
     try:

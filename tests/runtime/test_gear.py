@@ -1,4 +1,4 @@
-"""GEAR and what it is without some of its parts against the equations in float64, forward by forward."""
+"""GEAR, and its variants without some of its parts, against the equations in float64, forward by forward."""
 
 from typing import Any
 
@@ -64,7 +64,7 @@ SCENARIOS = [
     gear("turns", gqa=4, rank=4, decode_rank=2, backbone="kcvt", **PAPER),
     gear("blocks", **KIVI, **PAPER),
     gear("pages", gqa=1, **PAPER),
-    # Keys and values apart (appendix D.1), and one stream without a part that the other has.
+    # Different options for keys and values (appendix D.1), and one stream without a part that the other has.
     gear("turns", rank={"keys": 6, "values": 1}),
     gear("short prompt", gqa=4, rank={"keys": 0, "values": 4}, decode_rank={"keys": 0, "values": 1}),
     gear("steps", gqa=1, bits={"keys": 4, "values": 2}, outliers={"keys": 0.05, "values": 0.0}),
@@ -126,8 +126,8 @@ def test_a_row_does_what_the_equations_say(scenario):
     walk_beside(scenario, [[size] for size in sizes], [scenario.tokens(sizes)])
 
 
-# What each row brings to a forward: prompts of several blocks and of less than one, rows that begin later (among padding,
-# and beside rows that bring as much to what they hold), turns of any size.
+# Tokens of each row in each forward: prompts of several blocks and of less than one, rows that begin later (with padding, or
+# beside rows that add as many tokens to those they hold), turns of any size.
 ROUNDS = [
     [130, 12, 77, 0, 0],
     [1, 1, 1, 40, 0],
@@ -159,7 +159,7 @@ def test_rows_of_a_ragged_batch(scenario):
 @pytest.mark.full
 @pytest.mark.parametrize("scenario", [gear("pages"), gear("pages", gqa=1, **PAPER), gear("pages", **UNIFORM)], ids=str)
 def test_a_prompt_of_several_tiles(scenario, monkeypatch):
-    """What its record lists is met tile by tile: 300 tokens, 128 or 64 at a time."""
+    """The prompt's record (outliers, factors) is applied tile by tile: 300 tokens, 128 or 64 at a time."""
     for size in (128, 64):
         monkeypatch.setattr("calib.runtime.tiered.tier.tile_tokens", lambda heads, channels, size=size: size)
         sizes = WALKS[scenario.walk]

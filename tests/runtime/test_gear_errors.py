@@ -1,4 +1,4 @@
-"""What each part of GEAR is worth on keys and values like a trained model's: the order of errors, and L beside its optimum."""
+"""Errors of GEAR's parts on keys and values like a trained model's: each part lowers them, and L is near its optimum."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ SEEDS = range(20)
 
 
 def held(options: dict[str, Any], keys: np.ndarray, values: np.ndarray, sizes: list[int]) -> list[np.ndarray]:
-    """x^ of both streams `[kv_heads, encoded, D]` after tokens `[kv_heads, n, D]` came in forwards of these sizes."""
+    """x^ of both streams `[kv_heads, encoded, D]` after tokens `[kv_heads, n, D]` were fed in forwards of these sizes."""
     model = random_model("llama-64", num_hidden_layers=1)
     cache, at = compress(model, "gear", **options), 0
     cache.release()
@@ -55,7 +55,8 @@ def test_outliers_lower_the_error_and_low_rank_lowers_it_further(options):
 
 
 def excess(options: dict[str, Any], seed: int, sizes: list[int]) -> tuple[list[float], list[float]]:
-    """||R - L|| over that of the best matrix of L's rank, for every matrix of both streams: of prompts, of blocks."""
+    """||R - L|| over that of the best matrix of L's rank (by SVD) for every matrix of both streams, those of prompts and those of
+    blocks; R is the backbone's residual."""
     tokens, spec = sample(seed, sum(sizes)), Spec.of("gear", outliers=0.0, **options)
     plain = held({"outliers": 0.0, "rank": 0} | options | {"rank": 0, "decode_rank": 0}, *tokens, sizes)
     full, found = held({"outliers": 0.0} | options, *tokens, sizes), ([], [])

@@ -14,12 +14,12 @@ from calib.runtime import compress
 from calib.runtime.layer import CompressedLayer
 from calib.runtime.tiered.plan import TieredPlan
 
-# Around blocks of 32, 48 and 128 tokens: within a window, exactly full, and several blocks on; padding beside none.
+# Less than a block (of 32, 48 or 128 tokens), several blocks, and whole ones of 32 and 128; two rows are padded, one is not.
 RAGGED = [31, 200, 128]
 
 
 def agree(found, expected, tolerance, least=NEW // 2):
-    """Logits are close as long as the tokens are the same, and tokens part only where the two logits are that close.
+    """Logits are close as long as the tokens are the same, and tokens differ first where their two logits are that close.
 
     At least `least` tokens of all rows are the same, so that something was compared.
     """
@@ -111,7 +111,7 @@ class Observed:
         monkeypatch.setattr(CompressedLayer, "attend", watched)
 
     def expected(self, layer, query, new_keys, new_values, logits):
-        """The oracle's answer; zeros at padded queries. A guess is one more column of every row."""
+        """The oracle's attention output; zeros at padded queries. A speculative token is one more column of every row."""
         held = self.before.get(self.cache.compressed.index(layer))
         forward = layer.sequences.forward
         output = torch.zeros(query.shape, dtype=torch.float64)
@@ -144,12 +144,12 @@ class Observed:
 
     @staticmethod
     def sinks(layer, row, before, query):
-        """How many sinks there are, and the queries as they stand inside the cache."""
+        """The number of sinks, and the queries rotated to their positions inside the cache (StreamingLLM)."""
         sinks, window = layer.sequences.held(row, before)
         return sinks, oracle.rotated(query, layer.context.rotation.frequencies, sinks + window - before)
 
 
-# What InfLLM fetches stands at other positions than its own, by the queries: tests/placement has that.
+# InfLLM's fetched tokens are attended at other positions than their own: that is in test_placement.py.
 WATCHED = [case for case in CASES if not (case.on_host and case.relocates)]
 
 

@@ -1,4 +1,4 @@
-"""`cache.tiers(layer)`: which tokens of a row lie where, beside what the oracle decodes."""
+"""`cache.tiers(layer)`: which tokens of a row are in which tier, against the tokens that the oracle decodes."""
 
 import oracle
 import pytest
@@ -18,7 +18,7 @@ def model():
 
 
 def filled(model, cache):
-    """Ragged rows and a few steps."""
+    """Feeds three rows of different lengths, then five decode steps."""
     feed(cache, [Tokens.random(model, size, seed=size) for size in (3, 150, 61)], columns=151)
     for step in range(5):
         feed(cache, [Tokens.random(model, 1, seed=step + row) for row in range(3)])

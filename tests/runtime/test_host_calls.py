@@ -1,4 +1,4 @@
-"""What a decode step takes the host, counted: calls of our functions, launches and copies of numbers. No wall time."""
+"""The host's work in a decode step, counted and not timed: calls of calib's functions, launches and copies of numbers."""
 
 import sys
 from collections import Counter
@@ -18,7 +18,7 @@ from calib.runtime.graphs import step_graphs
 FOLDERS = tuple(str((Path(__file__).parents[2] / name).resolve()) for name in ("runtime", "kernels"))
 ROWS, PROMPT = 3, 140
 
-# Calls of our functions in a layer behind the first, of a step that encodes no block.
+# Calls of calib's functions in a layer after the first, in a step that encodes no block.
 MOST = {"kivi": 20, "rtn": 20, "klt": 59, "zipcache": 27}
 OPTIONS = {
     "kivi": {"bits": 2, "residual": 128},
@@ -32,7 +32,7 @@ MOST_REPLAYED = {"kivi": 115, "rtn": 106, "zipcache": 68, "gear": 60, "mikv": 83
 
 
 def own_calls(work) -> int:
-    """Functions of `runtime` and `kernels` that `work()` calls."""
+    """The number of calls of functions of `runtime` and `kernels` in `work()`."""
     found = Counter()
 
     def seen(frame, event, argument):
@@ -50,7 +50,7 @@ def own_calls(work) -> int:
 @pytest.mark.arithmetic
 @pytest.mark.parametrize("method", MOST)
 def test_a_layer_of_an_eager_step_calls_little(method, monkeypatch):
-    """Launches are counted, not done; the first layer works out what is the same for all."""
+    """Kernels are counted and not launched. The first layer is left out, because it computes what all layers share."""
     monkeypatch.setenv("CALIB_KERNELS", "triton")
     model = eager_host.model_of(3)
     modules = [layer.self_attn for layer in model.model.layers]
@@ -77,7 +77,7 @@ def test_a_layer_of_an_eager_step_calls_little(method, monkeypatch):
 
 
 class Nothing:
-    """Stands for a graph: the answer of the step that was recorded, and replays that do nothing."""
+    """Stands for a CUDA graph: `result` is that of the recorded step, and replays do nothing."""
 
     def __init__(self, step):
         self.result = step()
@@ -87,7 +87,7 @@ class Nothing:
 
 
 def replayed_calls(method: str, layers: int) -> set[int]:
-    """Calls of the replayed steps."""
+    """The numbers of calls in the replayed steps."""
     model, found = eager_host.model_of(layers), set()
     ids, token = torch.ones(ROWS, PROMPT, dtype=torch.int64), torch.ones(ROWS, 1, dtype=torch.int64)
     with torch.no_grad(), compress(model, method, graphs=True, **OPTIONS.get(method, {})) as cache:
@@ -118,7 +118,7 @@ def test_a_replay_works_numbers_out_once_for_all_layers(method, monkeypatch):
 
 
 def test_numbers_of_several_types_are_one_copy():
-    """Each begins where a tensor of its own would, and a later step overwrites all."""
+    """Each input is aligned as a tensor of its own would be, and `feed` overwrites all with a later step's numbers."""
     inputs, cpu = graph_inputs.GraphInputs[int](), torch.device("cpu")
     asked = {
         ("slots", torch.int64): lambda step: [step, -step, 2**40 + step],

@@ -1,4 +1,4 @@
-"""Host memory for keys and values: pinned or refused with a word, one storage for both streams, and a cache's own."""
+"""Host memory for keys and values: pinned, or ordinary with a warning; one storage for both streams; none shared with copies."""
 
 import copy
 import warnings
@@ -25,7 +25,7 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="pinned me
 
 @pytest.fixture(autouse=True)
 def devices(monkeypatch):
-    """The devices that were made the current one, where there are none in truth."""
+    """Without CUDA `torch.cuda.device` is replaced; the list has the devices that are current now."""
     entered: list[torch.device] = []
     if not torch.cuda.is_available():
 
@@ -65,7 +65,7 @@ def test_what_cannot_be_pinned_is_said_in_one_line(monkeypatch):
 
 
 def test_what_another_gpu_had_before_is_not_copied_into_this_one(monkeypatch):
-    """torch takes memory for that of the device that it was pinned for, and copies it where it is asked for on another."""
+    """torch takes pinned memory for that of the GPU that it was pinned for, and copies it if it is requested for another."""
     monkeypatch.setattr(pinned_kv, "pinned_zeros", lambda shape, dtype: torch.zeros(shape, dtype=dtype))
     monkeypatch.setattr(torch, "as_tensor", lambda pinned, device: torch.empty_like(pinned.host))
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
@@ -83,7 +83,7 @@ def test_where_no_device_needs_it_nothing_is_pinned(monkeypatch):
 
 
 def test_a_cache_whose_memory_cannot_be_pinned_goes_on(model, monkeypatch):
-    """As where pinning is refused on a GPU: the same bits, in ordinary memory."""
+    """As if pinning failed on a GPU: the cache holds the same bits in ordinary memory."""
     tokens, found = Tokens.random(model, 300, seed=1), []
     for refused in (False, True):
         with monkeypatch.context() as patch, warnings.catch_warnings(record=True) as caught:
@@ -115,7 +115,7 @@ def no_memory(shape, dtype):
 
 
 def test_memory_is_pinned_for_the_device_that_reads_it(devices, monkeypatch):
-    """Not for the current one, on which it would make a context."""
+    """That device is the current one while memory is pinned, because pinning makes a context on the current device."""
     seen = []
     monkeypatch.setattr(pinned_kv, "pinned_zeros", lambda *given: seen.append(list(devices)) or torch.zeros(1))
     monkeypatch.setattr(pinned_kv, "_seen_by_device", lambda host, device: host)
@@ -124,7 +124,7 @@ def test_memory_is_pinned_for_the_device_that_reads_it(devices, monkeypatch):
 
 
 def test_pinned_memory_is_given_back_behind_what_reads_it_and_the_host_does_not_wait(monkeypatch):
-    """A byte is copied on both streams, which is what torch's allocator looks at."""
+    """One byte is copied on both streams: torch's allocator reuses pinned memory only after the copies that it knows of."""
     copied, at = [], [None]
     device, main, side = torch.device("cuda", 1), object(), object()
 
@@ -154,7 +154,7 @@ def test_pinned_memory_is_given_back_behind_what_reads_it_and_the_host_does_not_
 
 @pytest.mark.full
 def test_pages_on_the_host_are_copied_a_few_times_in_all(model, monkeypatch):
-    """64 pages, one after the other: all copies together are as many pages as four times the last, and not sixteen."""
+    """64 pages, one after the other: as pools grow by a quarter, all allocations but the last have at most five times its pages."""
     cache, asked = compress(model, "offload"), []
     cache.release()
     monkeypatch.setattr(pinned_kv, "host_zeros", lambda *given: asked.append(given[0][0]) or host_zeros(*given))
@@ -180,7 +180,7 @@ def pools(key_width: int = 6, value_width: int = 4) -> tuple[PinnedKV, dict[str,
 
 
 def views(pairs: PinnedKV, made: dict[str, PagePool]) -> None:
-    """Key and value of a token lie side by side in one storage, and nothing else does."""
+    """Asserts that a token's key and value lie side by side in one storage, which has nothing else."""
     keys, values = (made[role].tensors["exact"] for role in ("keys", "values"))
     assert len({part.untyped_storage().data_ptr() for part in (keys, values, pairs.pairs)}) == 1
     assert torch.equal(torch.cat([keys, values], -1), pairs.pairs)
@@ -198,7 +198,7 @@ def test_both_pools_grow_and_shrink_in_step(widths, order):
         views(pairs, made)
         pairs.pairs[capacity - 1] = torch.randn(2, PAGE_TOKENS, sum(widths))
     before = pairs.pairs.clone()
-    assert before[[0, 1, 4]].any(-1).all()  # what was there has moved along
+    assert before[[0, 1, 4]].any(-1).all()  # earlier pages are kept when pools grow
     for role in order:
         made[role].copy([(4, 2)])
     assert torch.equal(pairs.pairs[2], before[4]) and torch.equal(pairs.pairs[[0, 1, 4]], before[[0, 1, 4]])
@@ -233,7 +233,7 @@ def test_a_move_takes_new_memory_of_the_same_size():
 
 @pytest.mark.parametrize("method", ["offload", "specache", "infllm"])
 def test_a_layers_host_memory_is_one_tensor_of_whole_pages(model, method):
-    """As large as the tokens, rounded up to pages, and a quarter of those for growth: a copy goes over the bus."""
+    """The pages that the tokens need, and at most a quarter more for growth, because a copy goes over the bus."""
     cache = compress(model, method)
     cache.release()
     tokens, at = Tokens.random(model, 2600, seed=2), 0
@@ -248,7 +248,7 @@ def test_a_layers_host_memory_is_one_tensor_of_whole_pages(model, method):
         assert cache.memory().host_bytes == 2 * pairs.nbytes
 
 
-# --- a cache's own --------------------------------------------------------------------------------------------------------
+# --- copies, reset and selection ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("method", ["offload", "specache", "infllm"])

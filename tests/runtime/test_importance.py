@@ -48,7 +48,7 @@ def test_logits_with_a_soft_cap(method, monkeypatch):
 @pytest.mark.full
 @pytest.mark.parametrize("scenario", [zipcache(tiers=THREE), others("mikv", important=4)], ids=str)
 def test_channels_that_never_move(scenario):
-    """A constant channel has no range: s = 0, and every code is its value (ZipCache); maxima of 0 give c = b = 1."""
+    """A constant channel has no range: s = 0, and every code decodes to its value (ZipCache); maxima of 0 give c = b = 1."""
     model = scenario.model()
     tokens = Tokens.random(model, sum(WALKS[scenario.walk]), seed=3)
     tokens.keys[..., 3], tokens.keys[..., 4], tokens.values[..., 5] = 0, 1.5, 0
@@ -71,8 +71,8 @@ BATCH = [
     others("streaming_llm", window=30),
     others("oracle"),
 ]
-# What each row brings to a forward: prompts with blocks and without, rows that begin later (among padding, and beside
-# rows that bring as much to what they hold), chunks of any size.
+# Tokens of each row in each forward: prompts with blocks and without, rows that begin later (with padding, or beside
+# rows that add as many tokens to those they hold), chunks of any size.
 ROUNDS = [
     [130, 20, 77, 0, 0],
     [1, 1, 1, 40, 0],
@@ -85,7 +85,7 @@ ROUNDS = [
 
 
 def stored(cache, row: int) -> list[list[bytes]]:
-    """Every decoded token of a row, bit by bit, tier by tier and head by head, in an order of its own."""
+    """Every decoded token of a row as bytes, sorted, for each layer, tier and head."""
     return [
         sorted(token.tobytes() for token in np.concatenate([keys[head], values[head]], -1))
         for layer in cache.compressed

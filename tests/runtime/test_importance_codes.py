@@ -1,4 +1,4 @@
-"""The oracle of the importance methods by itself: hashes, counts, codes, and everything kept, which can be worked out by hand."""
+"""The float64 oracle of the importance methods itself: hashes, counts and codes by hand, and full attention if all is kept."""
 
 import math
 
@@ -28,7 +28,7 @@ def walk(method, parts: list[np.ndarray], *cuts: int) -> np.ndarray:
 
 
 def row_of(weights: list[float]) -> list[np.ndarray]:
-    """One head of one channel whose attention to token i is `weights[i]` over the sum of those that are seen."""
+    """Queries, keys, values of one head and channel: attention to token i is `weights[i]` over the sum of the weights seen."""
     keys = np.log(np.array(weights))[None, :, None]
     return [np.ones_like(keys), keys, np.arange(len(weights), dtype=np.float64)[None, :, None]]
 

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.arithmetic
 
 
 def lattice(x: np.ndarray, decoded: np.ndarray, bits: int, group: int) -> None:
-    """`decoded [n, D]` are the levels of groups (1, group) of `x`, and each the nearest to its value."""
+    """Asserts that `decoded [n, D]` are levels of the groups (1, group) of `x`, each the nearest to its value."""
     parts, found = (part.reshape(len(x), x.shape[1] // group, group) for part in (x, decoded))
     high, low = parts.max(-1, keepdims=True), parts.min(-1, keepdims=True)
     scale, zero = (np.float16(value).astype(np.float64) for value in ((high - low) / (2**bits - 1), low))
@@ -40,7 +40,7 @@ def test_values_are_channel_separable_and_tokenwise():
     feed(cache, [tokens])
     for number, layer in enumerate(cache.compressed):
         (keys, values), (no_keys, _) = tiers_of(layer.store, 0)  # the prompt's tier, and that of blocks
-        assert no_keys.shape[1] == 0 and not values[1, :, 5].any()  # a channel that is 0 comes back as 0
+        assert no_keys.shape[1] == 0 and not values[1, :, 5].any()  # a channel of zeros is decoded as zeros
         for head in range(2):
             exact, found = tokens.values[number, head].double().numpy(), values[head].astype(np.float64)
             c = np.float16(np.sqrt(abs(exact).max(0))).astype(np.float64)
@@ -59,7 +59,7 @@ def test_values_are_channel_separable_and_tokenwise():
 
 
 def test_keys_are_balanced_against_their_queries():
-    """MiKV, eq. 2-4: Q(k b) met by q / b, b = sqrt(max |q| / max |k|)."""
+    """MiKV, eq. 2-4: logits are q / b times Q(k b), b = sqrt(max |q| / max |k|)."""
     scenario = others("mikv", important=4, ratio=1.0, gqa=4)
     model = scenario.model()
     cache, tokens = compress(model, "mikv", important=4, ratio=1.0), Tokens.random(model, 64, seed=4)
@@ -123,7 +123,7 @@ def test_saliency_of_given_probe_rows(group, softcap, sliding, positions):
 
 
 def test_saliency_is_that_of_the_oracle():
-    """The oracle's own eq. 7-9, for the rows that it draws, from the kernel."""
+    """The oracle's saliency (eq. 7-9) is the kernel's, for the probe rows that the oracle draws."""
     for kind in ("normalised", "accumulated"):
         layer = ORACLES["zipcache"](recompress=32, saliency=kind, probe_share=0.2)
         model = zipcache().model()

@@ -1,5 +1,5 @@
-"""MiKV's importance policy as a parameter, of `h2o` too: which tokens are kept is compared with float64 in `test_importance`;
-here what is scored for it, what each head chooses, and what stays as it was."""
+"""The option `policy` of `mikv` and `h2o`: which query rows are scored, what each head chooses, padded rows, drafts, key ranges.
+`test_importance` compares the tokens that are kept with float64."""
 
 from collections import Counter
 from dataclasses import replace
@@ -105,7 +105,7 @@ def test_the_scenarios_of_fastgen_choose_every_policy_and_heads_differ():
 
 
 def attention(kind: str, total: int = 20) -> np.ndarray:
-    """Rows of one head `[total, total]` that attend to themselves, or two fifths to token 3 or to the special token 5."""
+    """Attention of one head `[total, total]`: a row gives all to itself, or 2/5 of it to token 3 or to the special token 5."""
     rows = np.eye(total)
     for row in range(total):
         to = {"local": row, "frequent": min(row, 3), "special": min(row, 5)}[kind]
@@ -142,7 +142,7 @@ def test_a_head_takes_the_cheapest_policy_that_recovers_enough(kind, special_ids
 
 
 def test_a_pinned_token_stays_and_the_others_go_by_age(monkeypatch):
-    """A head of locality and special tokens keeps these for good, and otherwise the newest."""
+    """A head with the policy of locality and special tokens always keeps the special ones, and otherwise the newest."""
     monkeypatch.setattr(
         FastGen, "chosen", lambda saliency, mass, *_: torch.full(mass.shape[:1], SPECIAL, dtype=torch.uint8)
     )
@@ -173,7 +173,7 @@ def test_a_pinned_token_stays_and_the_others_go_by_age(monkeypatch):
     ids=str,
 )
 def test_probes_of_a_prompt_with_a_soft_cap(scenario, monkeypatch):
-    """Which is attended as a later forward is: its rows are weighed, not left out."""
+    """With a soft cap a prompt is attended as later forwards are: all query rows are computed, and weights select the probes."""
     cap = 5.0
     monkeypatch.setattr(LayerOracle, "softcap", cap)
     monkeypatch.setattr(layer_walk, "Logits", partial(Logits, softcap=cap))
@@ -205,7 +205,7 @@ def generated(case, model, inputs, count: int = 25):
 @pytest.mark.full
 @pytest.mark.parametrize("name", CASES)
 def test_a_row_among_padding_keeps_what_it_keeps_alone(name):
-    """Each row by its own ids; padding looks like a special token."""
+    """Each row is treated by its own ids; padding has the id of a special token."""
     model, lengths = random_model("llama"), [60, 41, 33]
     inputs = left_padded(lengths, seed=4)
     inputs["input_ids"][inputs["attention_mask"] == 0] = 5

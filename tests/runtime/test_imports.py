@@ -1,4 +1,4 @@
-"""What the runtime brings along: torch, safetensors and transformers, and nothing that only fitting needs."""
+"""What importing the runtime loads: torch, safetensors and transformers, and nothing that only fitting needs."""
 
 import subprocess
 import sys
@@ -16,7 +16,7 @@ def modules_after(statements: str) -> list[str]:
 
 
 def floors(modules: list[str]) -> set[str]:
-    """Which parts of calib are among them."""
+    """The subpackages of calib among `modules`."""
     return {name.split(".")[1] for name in modules if name.startswith("calib.")}
 
 

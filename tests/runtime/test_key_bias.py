@@ -1,5 +1,5 @@
-"""The folded bias of key projections (`key_bias`) beside float64: what lies in pages, what attention makes of it, and what it
-is worth."""
+"""`key_bias="folded"`, which subtracts the bias of key projections before encoding, against float64: what pages hold, attention,
+and how much smaller errors are."""
 
 import numpy as np
 import oracle
@@ -50,7 +50,7 @@ def opened(model, name: str, **more):
 
 
 def tokens_of(model, count: int, seed: int) -> Tokens:
-    """Keys of unequal channels, with the model's bias turned to their positions in float64: as the model makes them."""
+    """Random tokens whose keys have the model's bias added, rotated to their positions in float64, as the model's keys have it."""
     found = Tokens.random(model, count, seed)
     with opened(model, "rtn") as cache:
         feed(cache, [found[:1]])
@@ -61,7 +61,7 @@ def tokens_of(model, count: int, seed: int) -> Tokens:
 
 
 def check_next(cache, rows: list[Tokens]) -> None:
-    """One more forward against float64 attention over what was held before it."""
+    """Feeds one more forward; compares it with float64 attention over the tokens that the cache held before and the new ones."""
     before = oracle.contents(cache)
     outputs = feed(cache, rows)
     for layer, held in enumerate(before):
@@ -78,7 +78,7 @@ def check_next(cache, rows: list[Tokens]) -> None:
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_the_bias_is_the_models(kind):
-    """Of a token without content nothing is left in pages: all of its key is the bias, at any position."""
+    """With zero key weights a key is the rotated bias alone, at any position, so that pages hold zeros."""
     model = MODELS[kind]()
     for layer in model.model.layers:
         layer.self_attn.k_proj.weight.data.zero_()
@@ -95,7 +95,7 @@ def test_the_bias_is_the_models(kind):
 
 
 def test_one_bit_of_keys_without_their_bias_is_by_eq_3_whatever_the_artifact_has(model):
-    """Its factors are of keys with their bias: without `clip` 0.5, SpeCache's; values have the artifact's."""
+    """The artifact's clip factors were measured on keys with their bias: keys have SpeCache's 0.5, values have the artifact's."""
     plan = build("specache", {"bits": 1, "key_bias": "folded"}).plan(
         0, Geometry.of(model.config), calibrated_artifact(model)
     )
@@ -104,7 +104,8 @@ def test_one_bit_of_keys_without_their_bias_is_by_eq_3_whatever_the_artifact_has
 
 @pytest.mark.parametrize("name", ["rtn", "rtn in another basis"])
 def test_what_is_stored_is_rounded_without_the_bias(model, name):
-    """y = R (k_t - R_t b) by its own scale and zero point, in float64: of a prompt, of a chunk and of single tokens."""
+    """y = R (k_t - R_t b), with a scale and zero point per token, in float64: of a prompt, a chunk and single tokens. R is the
+    basis, R_t RoPE at position t."""
     tokens = tokens_of(model, 90, seed=4)
     with opened(model, name) as cache:
         for start, stop in ((0, 60), (60, 80), *((n, n + 1) for n in range(80, 90))):
@@ -145,7 +146,7 @@ def test_attention_is_that_over_the_keys_with_their_bias(name, kind):
 
 @pytest.mark.parametrize("speculative", [False, True])
 def test_the_low_bit_copy_of_specache_is_kivis(model, speculative):
-    """Of which nothing is fetched: the same logits; and with every token fetched, those of the full cache."""
+    """With nothing fetched logits are KIVI's; with every token fetched they are those of the full cache."""
     ids = torch.randint(2, 100, (1, 130), generator=torch.Generator().manual_seed(6))
     asked = {**METHODS["specache"], "key_bias": "folded", "speculative": speculative}
     low = logits_behind(model, ids, 110, **{**asked, "k": 0})
@@ -153,7 +154,7 @@ def test_the_low_bit_copy_of_specache_is_kivis(model, speculative):
     full = logits_behind(model, ids, 110, method="full")
     whole = logits_behind(model, ids, 110, **{**asked, "k": 200})
     assert torch.allclose(low, kivi, atol=LOGITS) and not torch.allclose(low, full, atol=0.1)
-    # A speculative step fetches what its guess asks for: every token, once there is one.
+    # A speculative step fetches what its guess attends to: every token, once there is a guess.
     assert torch.allclose(whole[:, 1:], full[:, 1:], atol=LOGITS)
 
 
@@ -182,11 +183,11 @@ def test_a_row_is_stored_alike_alone_in_a_batch_and_however_its_tokens_arrive(mo
         assert not differing(found, contents[0])
 
 
-# --- what it is worth ---------------------------------------------------------------------------------------------------
+# --- errors with it and without -----------------------------------------------------------------------------------------
 
 
 def logits_behind(model, ids: torch.Tensor, prompt: int, **options) -> torch.Tensor:
-    """Of every token from `prompt` on, one a step."""
+    """Logits of every token from `prompt` on, fed one a step."""
     with compress(model, **options) as cache, torch.no_grad():
         model(ids[:, :prompt], past_key_values=cache)
         steps = [model(ids[:, n : n + 1], past_key_values=cache).logits for n in range(prompt, ids.shape[1])]
@@ -196,7 +197,7 @@ def logits_behind(model, ids: torch.Tensor, prompt: int, **options) -> torch.Ten
 @pytest.mark.full
 @pytest.mark.parametrize(("name", "gain"), [("rtn", 2.5), ("kivi", 1.2)])
 def test_folding_takes_most_of_the_error(model, name, gain):
-    """Root mean square of the logits' error, which the range of the bias makes where every key has it."""
+    """Root mean square error of logits: with `key_bias="kept"` it is larger, because the bias widens the range of every key."""
     ids = torch.randint(2, 100, (2, 220), generator=torch.Generator().manual_seed(1))
     full = logits_behind(model, ids, 150, method="full")
     errors = {
@@ -209,8 +210,8 @@ def test_folding_takes_most_of_the_error(model, name, gain):
 @pytest.mark.full
 @pytest.mark.parametrize("sliding", [False, True])
 def test_fine_codes_give_the_full_caches_logits(model, sliding):
-    """What is folded comes back: at 8 bits logits are nearly the exact cache's, and with the bias in every key they are not.
-    Also where a window slides and the pages behind it are given back."""
+    """The folded bias is not lost: at 8 bits logits are nearly the exact cache's, and with the bias kept in every key they are
+    not. Also with a sliding window, behind which pages are freed."""
     if sliding:
         model = biased_model(use_sliding_window=True, sliding_window=48, layer_types=["sliding_attention"] * 2)
     ids = torch.randint(2, 100, (1, 330), generator=torch.Generator().manual_seed(2))
@@ -250,7 +251,7 @@ def test_generation_and_a_saved_prefix(model, name, tmp_path):
 @pytest.mark.full
 @pytest.mark.filterwarnings("always:no kernel supports")
 def test_where_kernels_read_pages_a_folded_bias_is_read_without_them(model, monkeypatch):
-    """And that is said, once."""
+    """A warning says so, once."""
     ids = torch.randint(2, 100, (1, 60), generator=torch.Generator().manual_seed(7))
     asked = {**METHODS["kivi"], "key_bias": "folded"}
     expected = logits_behind(model, ids, 55, **asked)

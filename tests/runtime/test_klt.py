@@ -42,7 +42,7 @@ def artifact(model):
 
 
 def reconstructed(artifact, stem, layer, words, x):
-    """x^ of `x [kv_heads, T, D]` float64 from the formulas: components, the step of each one's width, and back."""
+    """x^ of `x [kv_heads, T, D]`, float64, by the formulas: components, rounded with each one's step, and transformed back."""
     mean, basis, steps = (artifact.tensor(f"{stem}.{name}")[layer].double() for name in ("mean", "basis", "steps"))
     found = torch.empty_like(x)
     for head in range(len(x)):
@@ -72,12 +72,12 @@ def test_it_holds_what_the_formulas_say(model, artifact, rope):
             words, x = allocation.streams[role][number], rotated(given[number][:, 3:].double(), cos_sin, -positions)
             wanted = rotated(reconstructed(artifact, stem_of(role, rope), number, words, x), cos_sin, positions)
             error = (own.double() - wanted).abs()
-            # Tables of 16 bits put some components that lie between two codes on the other side.
+            # With tables of 16 bits some components near the border of two codes are rounded to the other one.
             assert float(error.median()) < 2e-3 and float((error > 0.02).double().mean()) < 0.02
 
 
 def sized_codes(rows, steps, deviation, words, head, x):
-    """Of `x [T, D]` float64 less its mean: sizes `[T]`, and what codes of every coded component say, `[T, components]`."""
+    """The decoded components `[T, components]` of `x [T, D]`, float64, less its mean: codes of y / s, times the token's size s."""
     y = x @ rows[head].T
     bits = words.bits_of(head)[: y.shape[1]]
     y, scale = y[:, : len(bits)], deviation[head, : len(bits)]
@@ -93,13 +93,14 @@ def sized_codes(rows, steps, deviation, words, head, x):
 
 @pytest.mark.parametrize("predict", [False, True])
 def test_sizes_and_predictions_hold_what_the_formulas_say(model, artifact, predict):
-    """y / s in codes, s the nearest half octave; of values what M times the decoded key before RoPE leaves."""
+    """Codes are of y / s, s the token's size to the nearest half octave; with `predict` y of values is of the residual after M
+    times the decoded key before RoPE."""
     coded = {"bits": 2.5, "size": True, "predict": predict, "trellis": False}
     cache = compress(model, "klt", artifact=artifact, **coded, window=0, block=10, sinks=3)
     cache.release()
     tokens = Tokens.random(model, 203, seed=1)
     for token in range(0, 203, 17):
-        tokens.keys[..., token, :] *= 5  # some tokens are much longer than others
+        tokens.keys[..., token, :] *= 5  # some tokens have much larger norms
         tokens.values[..., token, :] *= 4
     feed(cache, [tokens])
     allocation = Klt(**coded).allocations(artifact)[0]
@@ -128,14 +129,15 @@ def test_sizes_and_predictions_hold_what_the_formulas_say(model, artifact, predi
                 wanted = known + moved
                 wanted = rotated(wanted, frequencies, positions) if role == "keys" else wanted
                 error = (held[role][head].double() - wanted).abs()
-                # A component or a size between two codes may fall on the other side of 16-bit tables.
+                # With tables of 16 bits a component or a size near the border of two codes may be rounded to the other one.
                 assert float(error.median()) < 3e-3 and float((error > 0.05).double().mean()) < 0.03
 
 
 @pytest.mark.parametrize("trellis", [False, True])
 @pytest.mark.parametrize("corrections", [None, {"outliers": 0.1}, {"residual_bits": 2}], ids=str)
 def test_attention_meets_predicted_values_as_they_decode(corrections, trellis):
-    """A step behind the cache, and behind a DynamicCache of what the cache decodes to; corrections are of what is left."""
+    """A step after the cache has the logits of a step after a DynamicCache with the cache's decoded tokens. Corrections are of the
+    residual of values."""
     model, ids = random_model("llama"), torch.randint(3, 60, (1, 140), generator=torch.Generator().manual_seed(4))
     options = {
         "bits": 3,
@@ -161,7 +163,8 @@ def test_attention_meets_predicted_values_as_they_decode(corrections, trellis):
 
 @pytest.mark.parametrize("coding", [{}, {"rope": "after"}, {"size": True}], ids=str)
 def test_trellis_levels_are_nearer(artifact, coding):
-    """Of tokens as the artifact says that components vary, in the same words: errors of those that have bits."""
+    """Tokens are drawn with the artifact's variances of components. With as many words a trellis has less than 0.9 of the error,
+    of the components that have bits."""
     draw, errors = torch.Generator().manual_seed(2), {True: 0.0, False: 0.0}
     found = Coding(coding.get("rope", "before"), coding.get("size", False))
     for layer, role in product(range(2), ROLES):
@@ -183,7 +186,8 @@ def test_trellis_levels_are_nearer(artifact, coding):
 
 @pytest.mark.parametrize(("bits", "step"), [(1, 1.596), (2, 0.9957), (4, 0.3352)])
 def test_what_a_trellis_leaves_of_an_error(bits, step):
-    """Of Gaussian components, beside Max's uniform quantiser: what the bits of a budget are shared out by."""
+    """TRELLIS_ERRORS, by which a budget's bits are allocated: a trellis' mean squared error of Gaussian components, relative to
+    that of Max's uniform quantiser."""
     y = torch.randn(1, 1, 4000, 64, generator=torch.Generator().manual_seed(5))
     widths = (bits,) * (16 // bits)
     counts = (64 // len(widths),)
@@ -230,7 +234,7 @@ def test_a_budget_in_bytes_holds_and_is_used(model, artifact, coding):
 
 
 def test_a_budget_in_bytes_holds_at_every_token_of_a_growing_text(model, artifact):
-    """A pool that is full takes a sixteenth of its pages ahead."""
+    """A full pool allocates a sixteenth of its pages ahead, for which the budget leaves room."""
     context, start, budget = 2100, 2060, 150_000
     cache = compress(model, "klt", artifact=artifact, bytes=budget, context=context, window=16)
     cache.release()
@@ -247,7 +251,7 @@ def test_a_budget_in_bytes_holds_at_every_token_of_a_growing_text(model, artifac
 @pytest.mark.parametrize("rope", ["before", "after"])
 @pytest.mark.parametrize("context", [40, 300])
 def test_bytes_are_those_of_the_cache(model, artifact, rope, context):
-    """A table of each head was not counted, nor, of a short context, the whole room of its exact tokens."""
+    """Counted are also each head's tables, and the window's whole memory if the context is short."""
     method = Klt(bytes=10**7, context=context, rope=rope)
     coding = method.coding(artifact)
     (allocation,) = method.allocations(artifact, coding)
@@ -273,7 +277,7 @@ def test_a_budget_in_loss_is_read_off_the_curve(artifact):
 
 
 def test_between_points_of_a_curve():
-    """On lines; where several have the same x, as losses may, nothing is divided by their distance."""
+    """Interpolation is linear; points with the same x, which losses may have, cause no division by zero."""
     x, y = torch.tensor([1.0, 1.0, 2.0, 2.0]), torch.tensor([10.0, 20.0, 30.0, 40.0])
     assert [interpolated(x, y, at) for at in (1.0, 1.5, 2.0, 3.0)] == [20.0, 25.0, 30.0, 40.0]
     assert interpolated(x[1:3], y[1:3], 0.0) == 10.0
@@ -287,7 +291,7 @@ def test_a_salient_token_has_more_bits(model, artifact):
 
 @pytest.mark.parametrize(("rope", "most"), [("after", 0.5), ("before", 0.6)])
 def test_outliers_of_components_are_kept(model, artifact, rope, most):
-    """Tokens far out of every range: what outliers hold of them is nearer, and no token of the rest is farther."""
+    """Some tokens are far outside every range: with outliers their error falls, and that of all other tokens does not rise."""
     tokens = Tokens.random(model, 143, seed=3)
     for part in (tokens.keys, tokens.values):
         part[:, :, 7::20] *= 30
@@ -306,7 +310,7 @@ def test_outliers_of_components_are_kept(model, artifact, rope, most):
 
 
 def test_a_bias_of_the_keys_leaves_no_trace_before_rope(model, artifact):
-    """A constant on every key before RoPE, and on the mean that was measured of them: the same codes."""
+    """A constant added to every key before RoPE, and to the mean that was measured, leaves all but 0.1 % of words the same."""
     shift = torch.randn(
         artifact.tensor("keys.klt.before.mean").shape, generator=torch.Generator().manual_seed(4)
     ).round()
@@ -327,7 +331,7 @@ def test_a_bias_of_the_keys_leaves_no_trace_before_rope(model, artifact):
 
 
 def test_positions_beyond_those_that_were_measured_are_told(model, artifact):
-    """By length, or by the positions that sequences were spread over; before RoPE no position differs from another."""
+    """Beyond the fit's `length`, or the `positions` its sequences were spread over. Keys before RoPE do not depend on positions."""
 
     def told(data, rope, tokens):
         provenance = {**artifact.provenance, "data": data}
@@ -408,7 +412,7 @@ def test_it_needs_an_artifact_with_bases(model, artifact):
         ({"predict": True}, "klt.sized", (True, True)),  # which then says what is missing
         ({"bits": 4, "rope": "after"}, None, (False, False)),
         ({"loss": 0.01}, None, (False, False)),
-        # Of these heads sizes take a quarter of a bit, half of the least budget that has room for them.
+        # With these heads sizes take an eighth of a bit per value, and a budget below 0.375 bits has no room for them.
         ({"bits": 1}, None, (True, True)),
         ({"bits": 0.5}, None, (False, False)),
         ({"bits": 0.5, "size": True}, None, (True, True)),
@@ -422,7 +426,7 @@ def test_it_needs_an_artifact_with_bases(model, artifact):
 def test_sizes_and_predictions_are_used_where_they_lower_the_predicted_error(artifact, options, without, form):
     tensors = {name: tensor for name, tensor in artifact.tensors.items() if not without or without not in name}
     for name in ("keys.klt.sized.errors", "values.klt.sized.errors", "values.klt.predicted.errors"):
-        if name in tensors:  # of a random model's tokens, which differ little in size, they raise it
+        if name in tensors:  # a random model's tokens differ little in size, so that sizes raise the error
             tensors[name] = 0.65 * tensors[name]
     known = Artifact(tensors, artifact.fingerprint, artifact.provenance, artifact.clip_bits)
     coding = Klt(**options).coding(known)
@@ -456,14 +460,14 @@ def test_an_artifact_without_sizes_or_predictions_is_told_of_once(model, artifac
 
 
 def test_of_random_tokens_sizes_raise_the_predicted_error(artifact):
-    """By more than a trellis lowers it at few bits, and by less at many."""
+    """Sizes raise it by more than a trellis lowers it at few bits, and by less at many."""
     assert Klt(bits=4, trellis=False).coding(artifact) == Coding("before")
     assert Klt(bits=4).coding(artifact) == Coding("before", True, True, True)
     assert Klt(bits=1).coding(artifact) == Coding("before")
 
 
 def test_components_are_before_rope_where_the_artifact_has_such(model, artifact):
-    """Of a model whose RoPE cannot be unrotated it has none; and losses were measured of those that are used."""
+    """The artifact of a model whose RoPE cannot be undone has none. Losses were measured with the default's components."""
     assert Klt().plan(0, None, artifact).before_rope and not Klt(rope="after").plan(0, None, artifact).before_rope
 
     def without(part):

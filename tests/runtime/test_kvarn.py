@@ -25,7 +25,8 @@ ODD_SCALES = 0.01
 
 
 def hadamard(channels: int) -> np.ndarray:
-    """The entry (i, j) is -1 to the number of bits that i and j share; blocks of the largest power of two in `channels`."""
+    """Blocks whose size is the largest power of two that divides `channels`; entry (i, j) is -1 to the number of bits that i and j
+    share, divided by the size's root."""
     size = channels & -channels
     index = np.arange(size)
     shared = (index[:, None] & index)[..., None] >> np.arange(10) & 1
@@ -33,7 +34,7 @@ def hadamard(channels: int) -> np.ndarray:
 
 
 def normalised(x: np.ndarray, rounds: int) -> tuple[np.ndarray, np.ndarray]:
-    """Scales of the columns and of the rows of one tile: columns first, sums of logarithms, the best round of all."""
+    """Scales of the columns and of the rows of one tile: logarithms summed over rounds, columns first, up to the evenest round."""
 
     def imbalance(y: np.ndarray) -> float:
         return sum(std.max() / max(std.min(), 1e-8) for std in (y.std(0, ddof=1), y.std(1, ddof=1)))
@@ -61,8 +62,8 @@ def same_but_for_a_factor(found: np.ndarray, wanted: np.ndarray) -> float:
 
 
 def quantised(x: np.ndarray, column: np.ndarray, bits: int, rounds: int) -> np.ndarray:
-    """x^ of one tile by the scales of its columns, rounded along its rows with a step and a least value that hold the row's scale
-    and are stored in 16 bits."""
+    """x^ of one tile by the scales of its columns, rounded along its rows with a step and a least value that include the row's
+    scale and are stored in 16 bits."""
     _, row = normalised(x, rounds)
     even = x / column / row
     low, high = even.min(1, keepdims=True), even.max(1, keepdims=True)
@@ -72,7 +73,7 @@ def quantised(x: np.ndarray, column: np.ndarray, bits: int, rounds: int) -> np.n
 
 
 def uneven(rows: int, columns: int, magnitude: float, seed: int) -> torch.Tensor:
-    """A matrix whose rows and columns have sizes of their own, one column of them a hundred times the others'."""
+    """A matrix whose rows and columns have different magnitudes, one column a hundred times larger."""
     draw = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, columns, generator=draw) + 0.5 * torch.randn(rows, 1, generator=draw)
     x *= (torch.randn(rows, 1, generator=draw) + torch.randn(1, columns, generator=draw)).exp()
@@ -94,7 +95,7 @@ def test_the_rotation_is_hadamards(channels: int):
 @pytest.mark.parametrize("magnitude", [0.03, 1.0, 40.0, 1e5])
 @pytest.mark.parametrize(("rows", "columns"), [(128, 64), (16, 80), (2, 3)])
 def test_scales_are_the_papers(rows: int, columns: int, magnitude: float):
-    """Also where they are held at their ends and a later round is worse."""
+    """Also where scales are clipped to their limits and a later round is worse."""
     for seed in range(5):
         x = uneven(rows, columns, magnitude, seed)
         for rounds in (0, 1, 4, 16):
@@ -104,7 +105,7 @@ def test_scales_are_the_papers(rows: int, columns: int, magnitude: float):
 
 @pytest.mark.arithmetic
 def test_where_everything_is_small_no_scale_differs_from_another():
-    """All of them are held at the least: rounds do not differ, and which of them counts does not matter."""
+    """All scales are at their lower limit, so that all rounds give the same."""
     found = row_scales(uneven(16, 80, 1e-6, 0), 16)
     assert bool((found == found[0]).all())
 
@@ -139,7 +140,7 @@ def test_a_tiles_bits_do_not_depend_on_what_is_encoded_with_it():
     ],
 )
 def test_what_is_stored_is_the_papers_algorithm(options: dict[str, Any], model_name: str):
-    """Of each tile of a generation, from the keys and values that the model computed; sinks and the last tokens as they came."""
+    """Every tile of a generation against the algorithm on the model's keys and values; sinks and the incomplete tile are exact."""
     model = random_model(model_name)
     given: list[list[torch.Tensor]] = [[], []]
     ids = torch.randint(1, 100, (1, 50), generator=torch.Generator().manual_seed(1))
@@ -180,12 +181,13 @@ def test_what_is_stored_is_the_papers_algorithm(options: dict[str, Any], model_n
 
 
 def exact_positions(length: int, sinks: int, tile: int) -> torch.Tensor:
-    """Sinks, and the tokens of the tile that is not full."""
+    """Positions of the sinks, and of the tokens of the incomplete tile."""
     return torch.tensor([*range(sinks), *range(sinks + (length - sinks) // tile * tile, length)])
 
 
 def test_the_default_keeps_a_first_tile_exact_and_has_the_bits_of_the_release():
-    """A page of a head of 128 channels: 8,192 bytes of codes, 512 of channels, 256 of tokens; values 4,096, 512 and 256."""
+    """Bytes of a page of a head of 128 channels: keys 8,192 of codes, 512 of steps and least values, 256 of scales; values 4,096,
+    512 and 256."""
     model = random_model("llama", torch.bfloat16, head_dim=128)
     with compress(model, "kvarn") as cache, torch.no_grad():
         model(torch.arange(700)[None] % 90, past_key_values=cache)

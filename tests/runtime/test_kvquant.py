@@ -26,8 +26,8 @@ def nearest(y: np.ndarray, levels: np.ndarray) -> np.ndarray:
 def expected_keys(
     keys: np.ndarray, low: np.ndarray, high: np.ndarray, levels: np.ndarray, slots: int
 ) -> tuple[np.ndarray, int]:
-    """Sections 3.1 to 3.4 of keys before RoPE `[heads, tokens, channels]`: outliers beyond their channel's range are exact, in
-    every token the farthest `slots` of all heads; and how many more there were."""
+    """x^ of keys before RoPE `[heads, tokens, channels]` by sections 3.1 to 3.4: of a token's values beyond their channel's range
+    the farthest `slots` of all heads are exact; and the number of further ones."""
     centre, half = (high + low)[:, None] / 2, (high - low)[:, None] / 2
     y = (keys - centre) / half
     found, further = nearest(y, levels), 0
@@ -56,7 +56,7 @@ def expected_values(values: np.ndarray, levels: np.ndarray, each: int) -> np.nda
 
 @pytest.mark.parametrize(("bits", "outliers"), [(4, 0.01), (3, 0.01), (2, 0.01), (4, 0)])
 def test_what_is_stored_is_the_papers(bits: int, outliers: float):
-    """Of every token of a generation, from the keys and values that the model computed."""
+    """Every token of a generation against the paper's sections on the keys and values that the model computed."""
     model = random_model("llama")
     artifact = calibrated_artifact(model)
     share = artifact.tensors["nuq.shares"].tolist().index(np.float32(outliers))
@@ -95,13 +95,13 @@ def test_what_is_stored_is_the_papers(bits: int, outliers: float):
     ):
         found = stream[:, order].numpy()
         assert found.shape[1] == tokens and np.array_equal(found[:, :SINKS], exact)
-        # A value that float32 puts on the other side of the middle of two levels takes the other one, and turns two channels.
+        # A value that float32 puts on the other side of the middle of two levels takes the other: with RoPE that is two channels.
         off = abs(found[:, SINKS:] - paper) > (FLOAT32_FOLD + HALF) * abs(paper).max()
         assert off.mean() <= 4 * ODD_CODES
 
 
 def turned(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
-    """`x [heads, tokens, channels]` by RoPE: channel j and j + D/2 are one plane."""
+    """`x [heads, tokens, channels]` rotated by RoPE: channels j and j + D/2 are one plane."""
     first, second = np.split(x, 2, -1)
     return np.concatenate([first * cos - second * sin, second * cos + first * sin], -1)
 

@@ -1,4 +1,4 @@
-"""Which mask functions of transformers are taken for attention over the last tokens, whatever was asked before."""
+"""Which mask functions of transformers are recognised as causal or as the model's sliding window, whatever was asked before."""
 
 from types import SimpleNamespace
 
@@ -64,7 +64,7 @@ def test_others_are_refused(other):
 @pytest.mark.parametrize("pattern", [causal_mask_function, sliding_window_causal_mask_function(WINDOW)])
 @pytest.mark.parametrize("columns", [[], [17], [1, 2], [20, 21, 22]], ids=str)
 def test_tokens_of_an_image_are_known_where_none_sees_a_later_one(pattern, columns):
-    """Models that may see images say of every text which columns are of one; two texts, the second without."""
+    """Models with vision pass with every text which columns are tokens of an image; here two texts, the second without an image."""
     images = torch.full((2, 40), -1)
     images[0, columns] = 0
 
@@ -81,7 +81,7 @@ def test_tokens_of_an_image_are_known_where_none_sees_a_later_one(pattern, colum
 
 
 def test_a_model_that_sees_images_answers_a_text_as_without_the_cache():
-    """Its processor says of the text, too, that no token is of an image."""
+    """Token types, which its processor passes with a text as well, say that no token is of an image."""
     text = {**COMMON, **HEADS_4_2_32, "sliding_window": WINDOW, "layer_types": ["full_attention", "sliding_attention"]}
     sight = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     sight |= {"image_size": 28, "patch_size": 14}

@@ -1,4 +1,4 @@
-"""Mass that probes give the exact window in decode steps: added where the tokens lie, in the launch that sums it."""
+"""Attention mass that probe queries of decode steps give to the exact window: the launch that sums it adds it to the slots."""
 
 from dataclasses import dataclass, replace
 
@@ -21,7 +21,7 @@ BLOCK, STEPS = 10, 12
 
 @dataclass(frozen=True)
 class BehindSinks(ZipCache):
-    """ZipCache behind sinks."""
+    """ZipCache with sinks."""
 
     sinks: int = 3
 
@@ -31,7 +31,8 @@ class BehindSinks(ZipCache):
 
 
 def probabilities(store, row: int, tokens: Tokens) -> torch.Tensor:
-    """What the query heads of each KV head give the window's tokens and the new one: float64 `[kv_heads, exact + 1]`."""
+    """Attention probabilities of the window's tokens and the new one, summed over the query heads of each KV head: float64
+    `[kv_heads, exact + 1]`."""
     exact = store.sequences.exact(row, store.sequences.lengths[row])
     held = [keys for keys, _ in store.decoded(row)]
     keys = torch.cat([*held, store.windows[0].tokens[row, :, :exact], tokens.keys[0]], 1).double()
@@ -45,8 +46,8 @@ def probabilities(store, row: int, tokens: Tokens) -> torch.Tensor:
 @pytest.mark.parametrize("lengths", [[15, 15], [4, 17, 12, 12, 2]], ids=["level rows", "ragged rows"])
 @pytest.mark.parametrize("sinks", [0, 3])
 def test_mass_behind_a_step_is_that_before_and_its_probabilities(form, at_once, lengths, sinks, monkeypatch):
-    """Probes are any rows of any step. Where the chunk of a row is complete with a step its mass goes with the tokens, and the
-    rows that are attended with it take theirs in as they always did."""
+    """Any row may be a probe in any step. A step that completes a row's chunk encodes its mass with the tokens; for all rows that
+    are attended together with that row mass is then returned, and added outside the launch."""
     monkeypatch.setenv("CALIB_KERNELS", form)
     alone(monkeypatch, *["probability_mass"] * (form == "triton"))
     monkeypatch.setattr("calib.runtime.layer.TILE_TOKENS", at_once)
@@ -69,7 +70,7 @@ def test_mass_behind_a_step_is_that_before_and_its_probabilities(form, at_once, 
         store, checked, ended = cache.compressed[0].store, 0, 0
         for step in range(STEPS):
             brought = [Tokens.random(model, 1, 100 * step + row) for row in range(len(lengths))]
-            for row in range(len(lengths)):  # in the first step all rows are, in the second none
+            for row in range(len(lengths)):  # in the first step all rows are probes, in the second none
                 probes[row] = bytes([step == 0 or (step > 1 and int(torch.randint(0, 3, (1,), generator=draw)) > 0)])
             held, before = list(store.sequences.lengths), store.mass.clone()
             exact = [store.sequences.exact(row, n) for row, n in enumerate(held)]

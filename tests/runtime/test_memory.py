@@ -13,8 +13,8 @@ from calib.runtime import Artifact, compress
 
 
 def held_bytes(holder) -> int:
-    """Bytes of every distinct storage reachable from an object, whatever holds it: the tests' own walk. An artifact is its
-    loader's; what a cache takes from it lies in the cache as well."""
+    """Bytes of every distinct storage reachable from an object, whatever holds it: the tests' own walk. An artifact does not
+    count; what a cache uses of it is held by the cache as well."""
     storages, seen, waiting = {}, set(), [holder]
     while waiting:
         thing = waiting.pop()
@@ -35,7 +35,7 @@ def held_bytes(holder) -> int:
 
 
 def host_bytes(cache) -> int:
-    """Of the pages of exact tokens that lie on the host: every one of the last state's table, of both streams."""
+    """Bytes of the pages of exact tokens in host memory: all pages of the last state's table, keys and values."""
     if cache.method not in ("infllm", "offload", "specache"):
         return 0
     (layer, *_), (*_, (_, _, table)) = cache.compressed, sequence_states(cache)
@@ -69,7 +69,7 @@ def test_measured_is_predicted_at_every_length(case, dtype):
     tokens = Tokens.random(model, 420, seed=1)
     cache = case.open(model)
     cache.release()
-    check(cache)  # nothing held yet, but for an artifact's tables
+    check(cache)  # nothing is held yet but an artifact's tables
     at = 0
     for stop in (1, 2, 31, 32, 33, 127, 128, 129, 160, 161, 255, 256, 257, 400):
         feed(cache, [tokens[at:stop]])
@@ -152,8 +152,8 @@ def test_one_more_token_costs_what_the_method_promises(case):
     cache.release()
     feed(cache, [Tokens.random(model, 300, seed=4)])
     assert cache.memory().marginal_bits == pytest.approx(case.marginal_bits)
-    # The promise against storage: two lengths at which pages are as full, and every window holds the same. The prompt
-    # is the same too, because budgets and the first chunk go by it.
+    # The documented number against storage: two lengths at which pages are as full, and every window holds the same. The
+    # prompt is the same too, because budgets and the first chunk follow from it.
     prompt, apart = (
         128,
         15 * 128,

@@ -20,7 +20,7 @@ def test_dynamic_bytes_are_those_of_a_dynamic_cache(family, dtype):
     with cache:
         model.generate(ids, past_key_values=cache, max_new_tokens=4, do_sample=False)
     model.generate(ids, past_key_values=dynamic, max_new_tokens=4, do_sample=False)
-    # What its layers keep; after a prompt it still holds the whole storage that a window is a part of.
+    # The tensors of its layers; after a prompt a window is a view, which keeps the whole prompt's storage.
     kept = sum(part.numel() * part.element_size() for layer in dynamic.layers for part in (layer.keys, layer.values))
     assert cache.memory().dynamic_bytes == kept
     if family == "llama":

@@ -1,4 +1,4 @@
-"""What each method is: which stages it composes from which tensors, and what a row then holds, worked out from the raw keys."""
+"""Methods' plans: which transforms, codecs and schedules they have from which tensors; and KIVI's tokens, from the raw keys."""
 
 import numpy as np
 import oracle
@@ -127,9 +127,9 @@ def stages(plan) -> list[tuple]:
 
 def test_zipcache_is_channelwise_keys_and_channel_separable_values():
     plan = build("zipcache", {}).plan(0, GEOMETRY, None)
-    # Of the prompt's tiers a range a channel over the tier's own tokens, one scale and zero point a token.
+    # The prompt's tiers: keys have a range per channel over the tier's own tokens, values a scale and zero point per token.
     first = [own for bits in (4, 2) for own in ((bits, None, MeasuredRange), (bits, (1, None), MeasuredScale))]
-    # Blocks have theirs beside their codes, a page each.
+    # Tiers of blocks store these numbers beside the codes, in a page for each block.
     blocks = [own for bits in (4, 2) for own in ((bits, (None, 1), Identity), (bits, (1, None), Identity))]
     assert stages(plan) == first + blocks and plan.kinds == 2
     assert [(tier.segments, tier.page_tokens) for tier in plan.tiers[2:]] == [("page", 60), ("page", 40)]
@@ -158,7 +158,7 @@ def test_zipcache_has_any_tiers():
     plan = build("zipcache", {"tiers": [[16, 0.1], [8, 0.2], [1, 0.3], [0, 0.4]], "recompress": 7}).plan(
         0, GEOMETRY, None
     )
-    # Who is evicted is stored nowhere.
+    # Evicted tokens (0 bits) have no tier.
     assert [bits for bits, _, _ in stages(plan)] == 2 * [16, 16, 8, 8, 1, 1]
     assert plan.tiering == RatioTiers((0.1, 0.2, 0.3, 0.4), 7, separate_prompt_tiers=3)
     assert stages(plan)[0][2] is Identity and [tier.page_tokens for tier in plan.tiers[3:]] == [1, 1, 2]
@@ -240,7 +240,7 @@ def rounded(x: np.ndarray, bits: int, factor: float = 1.0) -> np.ndarray:
 
 @pytest.mark.parametrize("length", [31, 32, 100, 250])
 def test_a_row_holds_what_the_papers_formulas_say(model, artifact, length):
-    """KIVI at 2 bits with R = g = 32, from the raw keys and values: nothing of the runtime but what it stored."""
+    """KIVI at 2 bits with R = g = 32: what caches store, against the formulas on the raw keys and values."""
     tokens = Tokens.random(model, length, seed=12)
     clipped, calibrated = (BY_NAME[name].open(model) for name in ("kivi-2-clipped", "kivi-2-calibrated"))
     for cache in (clipped, calibrated):

@@ -1,4 +1,4 @@
-"""A cache in torch's modes: inference mode, autocast, gradients; and what a cache that is released, or is pickled, says."""
+"""A cache in torch's modes: inference mode, autocast, gradients; and errors of caches that are released or pickled."""
 
 import copy
 import io
@@ -17,7 +17,7 @@ from calib.runtime.logits import Logits
 
 IDS = left_padded([60], seed=1)["input_ids"]
 STEP, MORE = IDS[:, :1], left_padded([45], seed=2)["input_ids"]
-FORWARDS = (IDS, STEP, STEP, MORE, STEP, STEP)  # blocks are encoded, and slots used again, in some of them
+FORWARDS = (IDS, STEP, STEP, MORE, STEP, STEP)  # in some of them blocks are encoded and slots reused
 METHODS = [
     BY_NAME[name] for name in ("full", "kivi-2-short", "zipcache-short", "h2o", "mikv-16-2", "specache", "infllm")
 ]
@@ -30,7 +30,7 @@ def model():
 
 
 def logits(cache: CompressedCache, model, modes) -> list[torch.Tensor]:
-    """Of `FORWARDS`, which take the modes in turn."""
+    """Logits of `FORWARDS`, which run in the `modes` in turn."""
     found = []
     for number, ids in enumerate(FORWARDS):
         with modes[number % len(modes)]():
@@ -72,7 +72,7 @@ def logits_of_rows(cache, model) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_under_autocast_a_cache_computes_as_without(model, case):
-    """The model's projections are narrow then; what is made of them is not: not a bit differs."""
+    """Under autocast values arrive in bfloat16 (keys, after RoPE, in float32): outputs have the bits of equal float32 numbers."""
     draw, found = torch.Generator().manual_seed(1), []
     columns = [ids.shape[1] for ids in FORWARDS]
     given = [[torch.randn(1, heads, n, 32, generator=draw) for heads in (4, 2, 2)] for n in columns]
@@ -87,7 +87,7 @@ def test_under_autocast_a_cache_computes_as_without(model, case):
 
 
 def test_a_model_generates_under_autocast(model):
-    """RoPE makes narrow keys float32 again, and values stay narrow."""
+    """Under autocast RoPE makes bfloat16 keys float32 again, and values stay bfloat16."""
     found = []
     for cache in (DynamicCache(config=model.config), compress(model, "full")):
         with torch.autocast("cpu", torch.bfloat16), torch.no_grad():

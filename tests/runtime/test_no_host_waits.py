@@ -1,7 +1,7 @@
-"""A decode step through the kernels: launching them takes nothing that only the device knows, and steps are alike.
+"""Decode steps through Triton kernels: the host launches them without waiting for the device, and steps launch the same.
 
-No kernel runs here. Each launch is listed, and what it would have written is filled with anything: so the host's way through a
-step is the one that a GPU sees, and whatever waited for the device would be noticed as in test_decode_steps.
+No kernel runs here. Each launch is listed, and its outputs are filled with arbitrary numbers, so that the host takes the same
+code path as with a GPU. Whatever would wait for the device is noticed as in test_decode_steps.
 """
 
 import pytest
@@ -14,26 +14,26 @@ from toy_models import left_padded, random_model
 
 from calib.runtime.layer import CompressedLayer
 
-# A case of each way through a store; all others take long enough to be left to `make test-all`.
+# A case for each code path of a store; all others take long enough to be left to `make test-all`.
 QUICK = [
     "full", "rtn-4", "kivi-3-short", "kivi-2-calibrated", "zipcache-16-4-2", "mikv-8-2", "h2o", "streaming_llm", "gear-60",
     "zipcache-corrected", "csr-short", "csr-tiers", "specache", "infllm-original",
 ]  # fmt: skip
 
-# Attention, whose launches the steps of a block share; others come when tokens are encoded, or chosen among ever more.
+# Attention's kernels, launched alike in all steps of a block; others run when tokens are encoded, or chosen from ever more.
 ATTENTION = {"attend", "merge", "_attend"}
-# But for two tables as long as the longest row: the turns of all positions, and which positions are attended beside.
+# Except tables as long as the longest row: RoPE's cosines and sines, and which tokens' packed copies are hidden.
 LENGTHENING = {"cos", "sin", "HIDDEN", "hidden_row", "hidden_head"}
 
 
 def cases() -> list[object]:
-    """All, some of them slow."""
+    """All cases; those that are not in QUICK are marked slow."""
     marked = [(case, () if case.name in QUICK else pytest.mark.slow) for case in CASES]
     return [pytest.param(case, id=str(case), marks=marks) for case, marks in marked]
 
 
 class Steps:
-    """Decode steps of a toy model, with the launches of each, and what would have waited in a compressed layer."""
+    """Decode steps of a toy model, with each step's launches, and functions that would have waited in a compressed layer."""
 
     def __init__(self, monkeypatch, case: Case, lengths: list[int], count: int, family: str = "llama") -> None:
         monkeypatch.setenv("CALIB_KERNELS", "triton")
@@ -42,8 +42,8 @@ class Steps:
         mask, token = inputs["attention_mask"], inputs["input_ids"][:, -1:]
         self.launches: list[list[Launch]] = []
         self.waits: list[set[str]] = []
-        # Of every table how many there are, of how many slots, and how many each row has; and whether shapes are those of a block
-        # of steps, which have room for a few pages more.
+        # For every table its capacity, tokens of a page, and pages of each row; and whether shapes are those of a block of steps,
+        # which have room for a few pages more.
         self.shapes: list[object] = []
         with case.open(model) as cache, torch.no_grad():
             model(**inputs, past_key_values=cache)
@@ -60,7 +60,7 @@ class Steps:
 
 
 def watched_layers(monkeypatch) -> list[HostWaits]:
-    """What waits in every `update` and `attend` from now on."""
+    """Watches every `update` and `attend` of compressed layers from now on; one entry for each call."""
     calls: list[HostWaits] = []
     for name in ("update", "attend"):
         original = getattr(CompressedLayer, name)
@@ -78,7 +78,7 @@ def watched_layers(monkeypatch) -> list[HostWaits]:
 @pytest.mark.full
 @pytest.mark.parametrize("case", cases())
 def test_no_step_waits(case, monkeypatch):
-    """Rows that begin a block, close one, fill a budget and contest for it in different steps; pages begin."""
+    """Rows begin a block, complete one, fill a budget and evict from it in different steps; new pages are begun."""
     steps = Steps(monkeypatch, case, [60, 31, 9], 70)
     assert not set().union(*steps.waits)
     for launch in (launch for step in steps.launches for launch in step):
@@ -95,14 +95,15 @@ def test_steps_without_a_new_page_launch_the_same(case, monkeypatch):
 
 @pytest.mark.parametrize("name", ["kivi-2-short", "zipcache-short"])
 def test_also_under_a_sliding_window(name, monkeypatch):
-    """The pages that are read begin later and later, but are as many."""
+    """The first page that is read moves on, while the number of pages read stays."""
     steps = Steps(monkeypatch, BY_NAME[name], [102, 70], 20, family="mistral-sliding")
     assert not set().union(*steps.waits)
     check_alike(steps)
 
 
 def check_alike(steps: Steps) -> None:
-    """Each step like the one before where no pages came: a step shows what came with the one before it."""
+    """Asserts that a step launches what the step before launched, if neither of them added a page: a page is first read in the step
+    after the one that added it."""
     launches = [of_attention(step) for step in steps.launches]
     shapes = steps.shapes
     same = [step for step in range(2, len(launches)) if shapes[step - 2] == shapes[step - 1] == shapes[step]]
@@ -112,7 +113,7 @@ def check_alike(steps: Steps) -> None:
 
 
 def of_attention(launches: list[Launch]) -> list[dict[str, object]]:
-    """What is fixed in the launches of attention's kernels."""
+    """`Launch.fixed` of attention's kernels, without LENGTHENING."""
     return [
         {name: part for name, part in launch.fixed.items() if name not in LENGTHENING}
         for launch in launches
@@ -121,7 +122,7 @@ def of_attention(launches: list[Launch]) -> list[dict[str, object]]:
 
 
 def test_the_watch_sees_what_a_launch_took_from_the_device(monkeypatch):
-    """The watch itself: a size that was read from a tensor waits, and is a tensor where it was not."""
+    """The watch itself: reading a size from a tensor is noticed as a wait, and a size that is passed as a tensor is no number."""
     found = watch(monkeypatch, "top_k", runs=False)
     from calib.kernels.top_k import triton
 

@@ -1,4 +1,4 @@
-"""What SpeCache, InfLLM and offload weigh: parts counted by hand, on the device and on the host, while a text grows."""
+"""Memory of SpeCache, InfLLM and offload: parts counted by hand, on the device and on the host, while a text grows."""
 
 import pytest
 import torch
@@ -20,12 +20,12 @@ def model():
 
 
 def whole(tokens: int, size: int) -> int:
-    """Pieces of `size` that hold so many."""
+    """The number of pieces of `size` tokens for so many `tokens`."""
     return -(-tokens // size)
 
 
 def told(model, lengths: list[int], steps: int, every: int, **wanted):
-    """A cache while it generates: what it weighs and its rows' lengths after the prompt and after some of the steps."""
+    """Yields a cache, its memory and its rows' lengths after the prompt and after every `every`-th of `steps` decode steps."""
     inputs = left_padded(lengths)
     mask = inputs["attention_mask"]
     forward = torch.no_grad()(model)  # around each call: two of these generators may run by turns
@@ -43,7 +43,7 @@ def told(model, lengths: list[int], steps: int, every: int, **wanted):
 
 
 def check(memory: Memory, lengths: list[int]) -> int:
-    """What holds for all: predicted, bits a value without the host, whole pages there. Returns the pages that are there."""
+    """Checks what holds for all: predicted bytes, bits per value without host memory, whole pages in it. Returns their number."""
     assert abs(memory.measured_bytes - memory.predicted_bytes) <= MEMORY * memory.predicted_bytes
     assert memory.bits_per_value == pytest.approx(
         8 * memory.measured_bytes / (sum(lengths) * LAYERS * HEADS * 2 * WIDTH)
@@ -88,7 +88,7 @@ def test_specache_is_a_low_bit_copy_and_k_rows(model, lengths, k, bits):
 @pytest.mark.full
 @pytest.mark.parametrize("speculative", [True, False], ids=["ahead", "late"])
 def test_specache_beside_its_low_bit_copy_alone(model, speculative):
-    """Of the device nothing but the fetched tokens and page numbers is added to what `kivi` weighs."""
+    """On the device only fetched tokens and page numbers are added to the bytes of `kivi`."""
     wanted = {"method": "specache", "k": 40, "residual": 32, "speculative": speculative}
     low = {"method": "kivi", "residual": 32}
     for (_, mine, now), (_, other, same) in zip(
@@ -119,7 +119,7 @@ def test_infllm_is_its_tokens_its_representatives_and_what_was_fetched(model, le
         assert kinds["window"] == LAYERS * HEADS * rows * slots * PAIR
         assert kinds["saliency"] == LAYERS * HEADS * rows * slots * 4
         assert kinds["representatives"] == LAYERS * HEADS * rows * max(blocks) * count * WIDTH * ITEM
-        # A forward fetches for the blocks that there were before it; entries as many as blocks, never fewer again.
+        # A forward fetches from the blocks that there were before it; it has entries for their tokens, never fewer again.
         before = max((length - 1 - initial - window) // block for length in now) if now != lengths else 0
         entries = min(fetched * block, whole(min(fetched, max(0, before)) * block, 32) * 32)
         assert kinds["fetched"] == LAYERS * (HEADS * rows * entries * (PAIR + 4) + 8)
@@ -140,7 +140,7 @@ def test_offload_has_nothing_on_the_device(model, lengths):
 @pytest.mark.parametrize("method", ["specache", "infllm"])
 @pytest.mark.parametrize("family", ["qwen3-mixed", "gemma2"])
 def test_layers_beside_that_slide(method, family):
-    """What they keep is the device's, guesses and all, and no part of what lies on the host."""
+    """Sliding layers keep their tokens on the device, also with speculative steps; host memory has only the other layer's."""
     model = random_model(family, sliding_window=200)
     own = {"infllm": {"window": 40, "block": 16}, "specache": {"residual": 32}}[method]
     with compress(model, method, **own) as cache:

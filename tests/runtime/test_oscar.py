@@ -1,4 +1,4 @@
-"""OSCAR beside its paper in float64: its rotations, made of queries and attention, and the codes of a cache."""
+"""OSCAR against its paper in float64: its rotations, computed from queries and attention, and the codes of a cache."""
 
 import math
 import re
@@ -32,7 +32,7 @@ def measured(*samples) -> dict[str, np.ndarray]:
 
 
 def probabilities(one, row: int, head: int) -> np.ndarray:
-    """S of a query head over a row's real tokens, token by token; no other row or padding is there."""
+    """Attention probabilities S of a query head over a row's tokens without padding, computed token by token."""
     real = one.mask[row].nonzero()[:, 0].tolist()
     queries = one.queries[row, head, real].double().numpy()
     keys = one.keys[row, head // GROUP, real].double().numpy()
@@ -92,7 +92,7 @@ def test_all_coordinates_count_the_same():
 
 @pytest.mark.arithmetic
 def test_the_most_important_directions_are_in_different_groups():
-    """As many of them as there are groups, where these are a power of two."""
+    """With G groups, a power of two, the G most important directions are in G different groups."""
     for size in (16, 64, 128):
         order = bit_reversal(size)
         for groups in (2, 4, 8):
@@ -143,7 +143,7 @@ def test_padding_never_counts():
 @pytest.mark.arithmetic
 @pytest.mark.parametrize(("keep", "cut_off"), [(0.96, 5), (0.92, 10), (0.5, 63), (1.0, 0)])
 def test_a_token_is_cut_to_a_magnitude_of_its_own(keep, cut_off):
-    """Rank floor(.96 * 128) = 122 of 128, from 0: five are larger."""
+    """The limit is the magnitude of rank floor(.96 * 128) = 122 of 0 ... 127: five are larger."""
     x = torch.randn(2, 3, 7, 128, generator=torch.Generator().manual_seed(1)) ** 3
     found = Clipped(UniformQuant(2), keep).cut(x)
     for token, cut in zip(x.flatten(0, 2).double().numpy(), found.flatten(0, 2).double().numpy(), strict=True):
@@ -172,7 +172,7 @@ def coded(x: np.ndarray, turned: np.ndarray, bits: int, group: int, keep: float)
     ids=str,
 )
 def test_what_is_stored_is_the_papers(options):
-    """Of a prompt and single tokens behind it: sinks and the newest exact, all between as the paper's equations have it."""
+    """A prompt and single tokens after it: sinks and the newest tokens are exact, all between them are by the paper's equations."""
     model = random_model("llama")
     artifact = calibrated_artifact(model)
     tokens = Tokens.random(model, 150, seed=4)
@@ -202,7 +202,7 @@ def test_what_is_stored_is_the_papers(options):
 
 
 def test_outliers_are_each_tokens_own():
-    """Tokens are encoded one by one: of a prompt's and of later ones the ends of a head's coordinates are exact, sinks or not."""
+    """Each token, of the prompt or later, has the largest and the least coordinate of a head exact, with sinks or without."""
     model = random_model("llama")
     artifact = calibrated_artifact(model)
     tokens = Tokens.random(model, 80, seed=5)

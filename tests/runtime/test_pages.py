@@ -102,7 +102,7 @@ def test_numbers_with_room_stay_where_they_are_while_rows_need_no_more():
     table.renew()
     assert room.tolist() == table.rows
     table.reserve(0, 3, [2])
-    table.renew()  # not what is too short
+    table.renew()  # leaves a tensor that is too short
     assert room.shape == (2, 2)
     longer = table.numbers_with_room(CPU)
     assert longer.tolist() == [[*table.rows[0], 0], [*table.rows[1], 0, 0]]
@@ -165,7 +165,7 @@ def test_runs_land_where_the_table_says(group, start, count):
     ids=str,
 )
 def test_runs_of_several_rows_begin_anywhere(first, count, form, monkeypatch):
-    """As if each were alone; fields of one token and of several, and some that heads share."""
+    """Written together they are as if written alone; fields hold one token or several a row, and some are shared by heads."""
     monkeypatch.setenv("CALIB_KERNELS", form)
     fields = {
         "tokens": Field(1, 5, torch.int16, "codes"),
@@ -208,7 +208,7 @@ def test_a_tile_is_the_pages_tokens_last(pages):
 
 @pytest.mark.parametrize("form", ["reference", "triton"])
 def test_exact_tokens_of_several_rows_are_copied_alone(form, monkeypatch):
-    """However many other pages there are, in either order in memory."""
+    """No more elements are copied than the tile has, however many other pages there are, in any order of pages."""
     monkeypatch.setenv("CALIB_KERNELS", form)
     pool, pages = PagePool({"tokens": Field(1, 5, torch.float32, "exact")}, 2, CPU), torch.tensor([[5, 2], [7, 0]])
     pool.grow(40)
@@ -251,8 +251,8 @@ def test_a_window_is_a_ring():
 @pytest.mark.full
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_stored_words_never_change(model, case):
-    """What is encoded stays as it is, and so do the numbers it was encoded with. Slots that are used again hold other
-    tokens later; whoever is still there has kept every bit."""
+    """Encoded tokens keep every bit, and so do the numbers they were encoded with. Reused slots hold other tokens later; a
+    token that is still in a tier has kept its bits."""
     cache, tokens = case.open(model), Tokens.random(model, 420, seed=7)
     cache.release()
     before: dict[str, torch.Tensor] = {}
@@ -289,8 +289,8 @@ def written_over(cache) -> list[str]:
 
 
 def kept_by_position(case, name: str, *moments: tuple[dict[str, torch.Tensor], int]) -> None:
-    """A token that is in a tier at both moments (what is stored, tokens so far) has the same bits, whatever its slot; a
-    token that arrives takes one position at most."""
+    """Asserts that a token that is in a tier at both moments (what is stored, tokens so far) has the same bits, whatever its
+    slot, and that each new token evicts one at most."""
     tier, field = ".".join(name.split(".")[:2]), [fields[name] for fields, _ in moments]
     for head in range(2):
         held = []
@@ -386,7 +386,8 @@ def decoded(store, role: str) -> Iterator[torch.Tensor]:
 
 @pytest.mark.parametrize("method", ["zipcache", "h2o"])
 def test_slots_are_those_of_rows_that_were_exchanged(method, model):
-    """Rows of one length whose prompts differ: what one forward ended with is not what the next begins with."""
+    """Two rows of one length with different prompts are exchanged between two forwards: the slots that the first ended with must
+    not be reused for the second."""
     with compress(model, method) as cache:
         rows = cache.sequences
         rows.prompts = [90, 150]
@@ -400,7 +401,8 @@ def test_slots_are_those_of_rows_that_were_exchanged(method, model):
 
 @pytest.mark.parametrize("method", ["zipcache", "h2o", "mikv", "streaming_llm", "snapkv", "infllm", "gear"])
 def test_slots_of_steps_that_follow_are_those_of_their_lengths(method, model):
-    """Rows of prompts of their own, beyond blocks, budgets and pages: what a step adds is what the tiering says of each length."""
+    """Slots that follow from the step before equal those that the tiering gives for each length, for rows with different prompts,
+    beyond blocks, budgets and pages."""
     prompts = [70, 61, 250]
     with compress(model, method) as cache:
         rows, lengths = cache.sequences, list(prompts)
@@ -417,6 +419,6 @@ def test_slots_of_steps_that_follow_are_those_of_their_lengths(method, model):
 
 
 def _slots_of(rows, lengths):
-    """Of each row alone, as its tiering says."""
+    """Slots held in each tier and exact tokens of each row, from the tiering."""
     spans = list(zip(lengths, rows.prompts, strict=True))
     return [rows.tiering.held(*span)[: rows.stored] for span in spans], [rows.tiering.exact(*span) for span in spans]

@@ -1,4 +1,4 @@
-"""The papers' own sizes against the figures they print."""
+"""Sizes as the papers count them, against the figures that the papers print."""
 
 import math
 
@@ -79,14 +79,15 @@ def test_gear_table_1_baselines(outliers, printed):
 
 
 def test_gear_table_1_fits_one_length():
-    """Both printed ratios, 2.63 (rho 5 %) and 3 (2 %), at 1,660 tokens, which is only one that fits."""
+    """Both printed ratios, 2.63 (rho 5 %) and 3 (2 %), at 1,660 tokens, one of the lengths that fit."""
     assert round(gear_ratio(4, 0.02, 0.05, WIDTH, 1660), 2) == 2.63
     assert round(gear_ratio(4, 0.02, 0.02, WIDTH, 1660)) == 3
 
 
 @pytest.mark.parametrize(("tokens", "width"), [(100, 4096), (4096, 100), (400, 128)])
 def test_gear_counts_the_numbers_of_both_factors(tokens, width):
-    """A share of min(n, d) against its rank and the formula as it is written, rho (n + d) / max(n, d)."""
+    """A rank that is a share rho of min(n, d) counts rho (n + d) / max(n, d), as the formula is written; a rank r counts
+    r (n + d) / (n d)."""
     assert gear_ratio(4, 0.02, 0.05, width, tokens) == pytest.approx(
         1 / (4 / 16 + 3 * 0.02 + 0.05 * (tokens + width) / max(tokens, width))
     )
@@ -152,7 +153,7 @@ def per_cent(size):
         ("streaming_llm", {"sinks": 4, "window": 1020}, 16.0),
         ("oracle", {"ratio": 0.25}, 4.0),
         ("zipcache", {"corrections": {"outliers": 0.02}}, None),
-        ("mikv", {"corrections": {"outliers": 0.0}}, None),  # asked for, whatever for
+        ("mikv", {"corrections": {"outliers": 0.0}}, None),  # corrections are set, though to nothing
         ("outlier_reduced", {}, 16 * (1 / 4 + 3 * 0.05)),
         ("outlier_reduced", {"bits": 2, "outliers": 0.1}, 16 * (1 / 8 + 3 * 0.1)),
         ("gear", {"variant": "paper"}, 16 / gear_ratio(4, 0.02, 0.02, 128, 400)),
@@ -163,7 +164,7 @@ def per_cent(size):
         ("group_wise", {"rank": None}, None),  # the released rank
         ("group_wise", {"decode_rank": 2}, None),
         ("group_wise", {"variant": "paper", "outliers": 0.02}, None),
-        # Keys and values count apart, and the mean is of both.
+        # Keys and values are counted separately, and the mean is taken.
         ("uniform", {"bits": {"keys": 4, "values": 1}}, 2.5),
         ("group_wise", {"rank": {"keys": 0, "values": 2}}, None),
         (

@@ -1,4 +1,4 @@
-"""Settings of keys and of values: what each stream then holds, what it weighs, and that the option survives wherever it goes."""
+"""Options that differ between keys and values: what each stream stores, its bits, and that records and files keep them."""
 
 from dataclasses import asdict, dataclass, fields
 
@@ -80,7 +80,7 @@ def test_what_says_no_two_settings_is_refused(option, said):
 
 # --- what a cache then holds ----------------------------------------------------------------------------------------
 
-# Options; those of a cache whose keys must be the same bits, and of one whose values must.
+# Options; those of a cache whose keys must have the same bits, and those of one whose values must.
 HOLD = [
     ("rtn", {"bits": MIXED}, {"bits": 4}, {"bits": 2}),
     ("rtn", {"bits": 3, "clip": {"keys": 0.9, "values": 0.5}}, {"bits": 3, "clip": 0.9}, {"bits": 3, "clip": 0.5}),
@@ -122,7 +122,7 @@ HOLD = [
 
 
 def filled(model, name, options, artifact=None):
-    """Two ragged rows: prompts, a turn of a block of GEAR's, steps."""
+    """A cache with two rows of different lengths: prompts, a turn of 20 tokens (a block of GEAR), five steps."""
     if artifact is None and METHODS[name].needs_fit:
         artifact = calibrated_artifact(model)
     cache = compress(model, name, artifact, **options)
@@ -137,7 +137,7 @@ def filled(model, name, options, artifact=None):
 @pytest.mark.full
 @pytest.mark.parametrize(("name", "both", "of_keys", "of_values"), HOLD, ids=str)
 def test_keys_are_stored_by_their_setting_and_values_by_theirs(model, name, both, of_keys, of_values):
-    """Bit for bit those of caches that have the setting for both streams."""
+    """Bit for bit as in caches that have the setting for both streams."""
     found, keys, values = (filled(model, name, options) for options in (both, of_keys, of_values))
     for layer, layer_keys, layer_values in zip(found.compressed, keys.compressed, values.compressed, strict=True):
         for row in range(2):
@@ -172,7 +172,7 @@ def test_each_stream_weighs_what_its_setting_says(model, name, options, bits):
     cache = filled(model, name, options)
     for layer in range(len(cache.compressed)):
         for row in cache.tiers(layer):
-            # The last of those that are encoded: of GEAR the block, what a prompt shares lies in the row's record.
+            # The last encoded tier: with GEAR that of the block, because what a prompt shares is in the row's record.
             *_, encoded = (tier for tier in row if tier.keys_bits < 16 and tier.values_bits < 16)
             assert (encoded.keys_bits, encoded.values_bits) == pytest.approx(bits)
     memory = cache.memory()
@@ -180,7 +180,8 @@ def test_each_stream_weighs_what_its_setting_says(model, name, options, bits):
 
 
 def test_both_tiers_of_mikv_weigh_what_their_settings_say(model):
-    """At 64 channels a head and groups of half: 16 bits are as the model made them (float32), 8 are 9, and 4 and 2 are 5 and 3."""
+    """With 64 channels a head and groups of 32: 16 bits mean the model's dtype (float32); 8, 4 and 2 bits take 9, 5 and 3 with
+    scales and zero points."""
     cache = filled(model, "mikv", {"important": {"keys": 16, "values": 8}, "retained": MIXED})
     for layer in range(len(cache.compressed)):
         for row in cache.tiers(layer):

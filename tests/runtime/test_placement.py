@@ -40,7 +40,7 @@ SPECACHE = [
     specache("singles", gqa=4, speculative=False),
     specache("singles and turns", speculative=False),
     specache("singles and turns", gqa=1, k=64, residual=64, speculative=False),
-    # The step's own value among the residual ones, as in KIVI's algorithm 1; windows of keys and values apart.
+    # The step's own value counts as a residual one, as in KIVI's algorithm 1; windows of keys and values differ.
     *(specache(walk, residual={"keys": 32, "values": 31}) for walk in ("crossing", "turns", "mixed")),
     specache("rows", residual={"keys": 32, "values": 31}, gqa=4, dtype=BF16),
     specache("turns", residual={"keys": 32, "values": 31}, sliding=48),
@@ -96,7 +96,7 @@ INFLLM = [
     infllm("ragged", dtype=BF16, positions="original"),
 ]
 
-# Prompts, turns and padded rows that are many chunks, whole ones and parts of one.
+# Prompts, turns and padded rows of many chunks, whole and partial ones.
 BLOCKS = [
     *(by_blocks(walk) for walk in ("steps", "chunks", "ragged", "late rows", "long", "one by one", "rows of chunks")),
     *(by_blocks("ragged", chunk) for chunk in (1, 7, 40, 1000)),
@@ -150,8 +150,8 @@ def test_infllm(scenario: Scenario):
 
 @pytest.mark.parametrize("scenario", BLOCKS, ids=str)
 def test_infllm_by_blocks(scenario: Scenario):
-    """No distance is longer than the tokens that are there at once, however long the row: what a prompt beyond the trained
-    context needs."""
+    """Distances between queries and keys stay below initial + window + block + chunk, however long the row, as a prompt beyond
+    the trained context needs."""
     walk = Walk(scenario).run()
     check(walk)
     options, furthest = scenario.options, max(row.furthest for rows in walk.rows for row in rows)

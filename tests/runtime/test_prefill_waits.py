@@ -1,7 +1,7 @@
-"""A prompt goes through a layer without a wait for all that the device was given: it would stand still until the host went on.
+"""A layer's prefill does not wait for the device's whole queue: the device would then be idle until the host queued more work.
 
-What the host must know of a layer's first tokens, how wide their parameters are, it asks for before it queues attention and reads
-behind it (`runtime/device/extremes.py`).
+The host must know the extremes of a layer's first tokens, to choose float16 or float32 for parameters. It requests them before it
+queues attention and reads them after that (`runtime/device/extremes.py`).
 """
 
 import copy
@@ -24,7 +24,7 @@ from calib.runtime.tiered.store import TieredStore
 
 HEADS, PROMPT, CPU = Heads(2, 4, 2, 64), 300, torch.device("cpu")
 
-# With how often a layer's extremes are read: once for each stream whose parameters may need more than 16 bits.
+# By method how often a layer's extremes are read: once for each stream whose parameters may need more than 16 bits.
 METHODS = {
     "kivi": 2,
     "rtn": 2,
@@ -47,8 +47,8 @@ def prompt(dtype: torch.dtype, factor: float = 1.0) -> list[torch.Tensor]:
 
 
 def watched(monkeypatch, waits: HostWaits, reads: list[Extremes]) -> None:
-    """What is worked out from extremes is worked out on the host, and so is where probes are; of attention's mass there is another
-    test."""
+    """Exempts from `waits` what the host computes from extremes, and attention's mass, which has another test; lists in `reads`
+    each read of extremes."""
 
     def on_host(function):
         def unnoticed(*given, **options):
@@ -69,7 +69,7 @@ def watched(monkeypatch, waits: HostWaits, reads: list[Extremes]) -> None:
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_a_prefill_does_not_wait(method, dtype, monkeypatch):
-    """The second layer, since the first works out what is the same for all; of float16 nothing is asked at all."""
+    """The second layer is watched, since the first computes what all layers share. Float16 tokens need no extremes."""
     monkeypatch.setenv("CALIB_KERNELS", "reference")
     layers, reads = bare_layers(method, HEADS, 2, **OPTIONS.get(method, {})), []
     forward(layers[0], *prompt(dtype))
@@ -104,7 +104,7 @@ def test_attention_is_queued_before_extremes_are_read(method, monkeypatch):
 @pytest.mark.parametrize("factor", [1.0, 1e5, 1e12], ids="{:g}".format)
 @pytest.mark.parametrize("method", ["kivi", "rtn", "zipcache", "mikv"])
 def test_parameters_are_as_wide_as_the_tokens_ask_for(method, factor, monkeypatch):
-    """Asked of the tokens themselves, a codec answers as the store did; pages that there were already are laid out anew."""
+    """The store chooses the parameters' dtype as a codec does for the same tokens, and existing pages are converted to it."""
     monkeypatch.setenv("CALIB_KERNELS", "reference")
     query, keys, values = prompt(torch.bfloat16, factor)
     layer = bare_layers(method, HEADS, 1, **OPTIONS.get(method, {}))[0]
@@ -141,7 +141,7 @@ def test_extremes(dtype):
 
 
 def test_extremes_of_what_is_transposed_are_found_without_a_copy(monkeypatch):
-    """As a model's values are, which torch would copy first."""
+    """A model's values are transposed, of which torch.aminmax would make a copy first."""
     x = torch.randn(2, 5, 3, 7).transpose(1, 2)
     aminmax, lying = torch.aminmax, []
     monkeypatch.setattr(torch, "aminmax", lambda own, **into: (lying.append(own.is_contiguous()), aminmax(own, **into)))
@@ -149,7 +149,7 @@ def test_extremes_of_what_is_transposed_are_found_without_a_copy(monkeypatch):
 
 
 def test_extremes_by_channel_are_of_the_same_tokens_alone(monkeypatch):
-    """Of a part, of others, and of a tensor that is gone nothing is known; the answer for the host is the same."""
+    """None for a part of the tokens, for other tokens, and after the tensor was freed; `read` is the same as without channels."""
     monkeypatch.setenv("CALIB_KERNELS", "triton")
     x = torch.randn(2, 3, 40, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
     own = Extremes(x, by_channel=True)
@@ -166,7 +166,7 @@ def test_extremes_by_channel_are_of_the_same_tokens_alone(monkeypatch):
 @pytest.mark.full
 @pytest.mark.parametrize("method", ["zipcache", "mikv"])
 def test_a_layer_reads_what_it_measures_once(method, monkeypatch):
-    """What is measured over a whole prompt follows from the extremes that were asked for before attention, with the same bits."""
+    """Statistics of a whole prompt are computed from the extremes that were requested before attention, with the same bits."""
     monkeypatch.setenv("CALIB_KERNELS", "triton")
     heads, known = Heads(1, 2, 1, 32), []
     given = [tokens(1, own, 130, 32, seed, CPU, torch.bfloat16) for seed, own in enumerate((2, 1, 1))]

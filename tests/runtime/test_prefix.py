@@ -1,4 +1,4 @@
-"""Saved prefixes: what is read back is the cache that was saved, bit for bit, and goes on as it would have."""
+"""Saved prefixes: a loaded cache equals the saved one, bit for bit, and continues alike; other files are refused."""
 
 import json
 import os
@@ -21,8 +21,8 @@ from calib.runtime.files.state import flat
 from calib.runtime.files.tensor_bytes import tensor_bytes
 from calib.runtime.prefix.file import KEY, crc32
 
-STEPS = 9  # tokens behind the prompt before a cache is saved
-DISK = 0.02  # of what is measured: the header with names and page numbers
+STEPS = 9  # tokens after the prompt before a cache is saved
+DISK = 0.02  # of the measured bytes: the header with names and page numbers
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def model():
 
 
 def read(case, model, path, **changes):
-    """The cache of a case that begins with what was saved."""
+    """Opens a cache of `case` with the prefix saved at `path`; `changes` are other options."""
     artifact = calibrated_artifact(model) if case.artifact else None
     asked = {"method": case.method, "artifact": artifact, "seed": 0, **case.options, **changes}
     return compress(model, prefix=path, **asked)
@@ -62,19 +62,19 @@ def test_what_is_read_is_what_was_saved_and_goes_on_as_it_would_have(model, case
         feed(cache, ragged(model, [170, 61, 99], seed=1), columns=180)
         for step in range(STEPS):
             feed(cache, ragged(model, [1, 1, 1], seed=10 + 3 * step))
-        cache.batch_select_indices(torch.tensor([0, 1, 1]))  # pages that two rows share, and some that nobody has
+        cache.batch_select_indices(torch.tensor([0, 1, 1]))  # pages that two rows share, and free ones
         cache.save(path)
         with read(case, model, path) as again:
             assert same(cache, again)
             assert again.get_seq_length() == cache.get_seq_length() == 180 + STEPS
-            # Lengths, capacities and widths are enough to foretell what it weighs.
+            # Lengths, capacities and widths are enough to predict its bytes.
             assert again.memory().predicted_bytes == pytest.approx(again.memory().measured_bytes, rel=0.01)
             for sizes, seed in ([1, 1, 1], 40), ([50, 33, 40], 50), ([1, 1, 1], 60):
                 outputs = [feed(one, ragged(model, sizes, seed)) for one in (cache, again)]
                 assert all(
                     torch.equal(*pair) for layer in zip(*outputs, strict=True) for pair in zip(*layer, strict=True)
                 )
-            # Page by page the numbers may differ: which free one is taken first is nobody's business.
+            # Page numbers may differ: the order in which free pages are taken does not matter.
             assert not any(differing(stored(again, row), stored(cache, row), mass=0) for row in range(3))
             assert again.memory() == cache.memory()
 
@@ -140,7 +140,7 @@ def test_a_turn_behind_prompt_lookup_is_saved(tmp_path):
 
 
 def test_one_kv_head_with_calibrated_thresholds(tmp_path):
-    """A threshold is a single number then, of any stride."""
+    """A threshold then has a single element, whose bytes must be right whatever its stride."""
     model = random_model("mistral")
     with BY_NAME["mikv-corrected"].open(model) as cache, torch.no_grad():
         model(**left_padded([30]), past_key_values=cache)
@@ -188,7 +188,7 @@ def test_the_file_is_as_large_as_the_memory(model, name, tmp_path):
         feed(cache, ragged(model, [6000], seed=3))
         cache.save(path)
         memory = cache.memory()
-    # Tables of the artifact are the artifact's.
+    # The artifact's tables are not in the file.
     held = memory.measured_bytes + memory.host_bytes - sum(t.nbytes for t in tables_of(cache))
     assert path.stat().st_size == pytest.approx(held, rel=DISK)
 
@@ -198,7 +198,7 @@ def tables_of(cache) -> list[torch.Tensor]:
 
 
 def test_a_file_of_before_an_option_has_its_default(model, tmp_path):
-    """What it does not say was not there to be asked for."""
+    """An option that an older file does not record has its default, the only value that there was."""
     path, tokens = tmp_path / "prefix.safetensors", ragged(model, [40], seed=1)
     with compress(model, method="rtn") as cache:
         feed(cache, tokens)
@@ -260,7 +260,7 @@ def other_artifact(model) -> Artifact:
 
 
 def half(model):
-    """The same in another dtype."""
+    """The same model in another dtype."""
     return random_model("llama", torch.bfloat16)
 
 
@@ -304,7 +304,7 @@ def test_another_model_method_or_artifact_is_refused(saved, changes, told):
 
 
 def forged(path, target, numbers=None, tensors=None):
-    """A copy with other numbers and tensors whose sums are right."""
+    """Writes a copy with other numbers and tensors, and checksums that match them."""
     with safe_open(path, "pt") as file:
         document = json.loads(file.metadata()[KEY])
         stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118

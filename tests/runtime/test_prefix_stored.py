@@ -1,4 +1,4 @@
-"""Prefixes saved as keys and values: they come back as the codec has them, through the encoding of the cache that loads them."""
+"""Prefixes saved with `storage_bits`: keys and values are as the codec decodes them, encoded by the cache that loads them."""
 
 import copy
 import json
@@ -24,9 +24,9 @@ from calib.runtime.prefix.prefix import PrefixError
 from calib.runtime.rotation import Rotation
 
 BITS, SIZES, COLUMNS = 2.5, [170, 61, 99], 180
-# Their clip factors are in no artifact of ours, and `kivi` takes those of any that it is given.
+# The toy artifact has no clip factors for their groups, and `kivi` uses the factors of any artifact that it is given.
 UNFITTED = {"kivi-2-fine", "kivi-4-keys-2-values"}
-# Whose stores need queries; some plans say so, of some the queries measure a transform.
+# Cases whose stores need queries, by their plan or because queries measure a transform.
 BY_QUERIES = [case for case in CASES if case.observes or case.name == "mikv-calibrated"]
 TAKING = [case for case in CASES if case not in BY_QUERIES and case.name not in UNFITTED]
 KEEPING = [case for case in TAKING if not case.plan.evicts]
@@ -56,12 +56,12 @@ def rows_of(model, sizes=SIZES, seed=1):
 
 
 def chunk_of(tokens):
-    """As the codec takes it."""
+    """`[2, layers, tokens, kv_heads * D]`, as the codec takes it."""
     return torch.stack([tokens.keys, tokens.values]).transpose(2, 3).flatten(3)
 
 
 def tokens_of(model, chunk, seed=0):
-    """With queries of any kind: `chunk [2, layers, tokens, kv_heads * D]`."""
+    """Tokens with random queries, and the keys and values of `chunk [2, layers, tokens, kv_heads * D]`."""
     keys, values = chunk.unflatten(-1, (model.config.num_key_value_heads, -1)).transpose(2, 3)
     return Tokens(Tokens.random(model, chunk.shape[2], seed).queries, keys, values)
 
@@ -87,7 +87,7 @@ def saved(model, tmp_path_factory):
 @pytest.mark.arithmetic
 @pytest.mark.parametrize("case", TAKING, ids=str)
 def test_what_is_loaded_is_what_the_codec_has_in_the_methods_own_encoding(model, artifact, saved, case):
-    """Bit for bit, as behind a prefill of it; and both go on alike."""
+    """Bit for bit as after a prefill of the decoded keys and values; both caches then continue alike."""
     codec = Codec.from_artifact(artifact, bits=BITS)
     decoded = [tokens_of(model, codec.decode(codec.encode(chunk_of(row), 0))) for row in rows_of(model)]
     with opened(case, model, prefix=saved) as found, opened(case, model) as wanted:
@@ -106,8 +106,8 @@ def test_what_is_loaded_is_what_the_codec_has_in_the_methods_own_encoding(model,
 @pytest.mark.arithmetic
 @pytest.mark.parametrize("case", KEEPING, ids=str)
 def test_a_cache_is_saved_as_it_decodes(model, artifact, case, tmp_path):
-    """What is read back of it is what attention reads, and what the codec is given; also after decode steps and a later turn, whose
-    blocks may lie in tiers of their own."""
+    """`read_back` gives the keys and values that attention uses, and the codec encodes; also after decode steps and a later turn,
+    whose blocks may lie in tiers of their own."""
     path, codec = tmp_path / "prefix.safetensors", Codec.from_artifact(artifact, bits=BITS)
     with opened(case, model) as cache:
         fed = rows_of(model)
@@ -120,7 +120,7 @@ def test_a_cache_is_saved_as_it_decodes(model, artifact, case, tmp_path):
         chunks = [read_back(cache, row) for row in range(3)]
         exact = case.on_host or case.method == "full"
         assert not exact or all(torch.equal(chunk, chunk_of(row)) for chunk, row in zip(chunks, fed, strict=True))
-        if not case.on_host:  # which attend to exact pairs instead of what the device has
+        if not case.on_host:  # offloading attends to exact pairs instead of the device's copy
             asked = rows_of(model, [1, 1, 1], seed=70)
             for layer, outputs in enumerate(feed(cache, asked)):
                 for row, output in enumerate(outputs):
@@ -139,7 +139,7 @@ def parts(*tokens):
 
 
 def attended(held, new, layer):
-    """`[heads, 1, D]` in float64."""
+    """Attention of one new token over the held ones and itself, computed in float64: `[heads, 1, D]` float32."""
     keys, values = (
         torch.cat([getattr(one, name)[layer] for one in (held, new)], 1).double() for name in ("keys", "values")
     )
@@ -151,7 +151,7 @@ def attended(held, new, layer):
 @pytest.mark.arithmetic
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_in_16_bits(dtype, tmp_path):
-    """The model's own RoPE counts: casting it has rounded its frequencies."""
+    """Chunks use the model's own RoPE, whose frequencies were rounded when the model was cast."""
     model, path = random_model("llama", dtype), tmp_path / "prefix.safetensors"
     codec = Codec.from_artifact(artifact_of(model), bits=BITS, rotation=Rotation.of(model, ""))
     with opened(BY_NAME["full"], model) as cache:
@@ -163,7 +163,7 @@ def test_in_16_bits(dtype, tmp_path):
 
 
 def test_in_the_profile_storage(model, artifact, tmp_path):
-    """Of an artifact of `calib fit --model.storage true`, whose codes stored chunks take."""
+    """With an artifact of `calib fit --model.storage true` stored chunks have the profile `storage`."""
     path, joint = tmp_path / "prefix.safetensors", with_storage(artifact)
     codec = Codec.from_artifact(joint, bits=BITS)
     assert codec.profile == "storage"
@@ -178,7 +178,7 @@ def test_in_the_profile_storage(model, artifact, tmp_path):
 
 
 def test_generation_goes_on_as_from_these_keys_and_values(model, tmp_path):
-    """As transformers' own cache does that is given what the codec has, in left-padded rows."""
+    """The tokens are those of a DynamicCache that is given the codec's keys and values, in left-padded rows."""
     path, inputs = tmp_path / "prefix.safetensors", left_padded([90, 60])
     case, codec = BY_NAME["full"], Codec.from_artifact(artifact_of(model), bits=BITS)
     with opened(case, model) as cache, torch.no_grad():
@@ -363,7 +363,7 @@ def swapped(tensors):
     ],
 )
 def test_a_file_that_was_changed_is_refused(model, saved, tmp_path, change, words):
-    """With sums of the file that fit what it says."""
+    """The file's checksums match its changed contents."""
     file, path = File.of(saved.read_bytes()), tmp_path / "p"
     change(file)
     path.write_bytes(file.data())
@@ -374,7 +374,7 @@ def test_a_file_that_was_changed_is_refused(model, saved, tmp_path, change, word
 
 @pytest.mark.arithmetic
 def test_exact_tokens_that_attention_has_no_room_for_are_refused(model, saved, tmp_path):
-    """Finite ones, with every sum made right; and they are not saved either."""
+    """They are finite, and all checksums match; such tokens are not saved either."""
     file, path = File.of(saved.read_bytes()), tmp_path / "p"
     blob = bytearray(file.tensors["chunks/1"].numpy().tobytes())
     struct.pack_into("<f", blob, HEADER, 3e38)

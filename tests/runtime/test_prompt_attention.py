@@ -1,4 +1,4 @@
-"""A prompt's attention that leaves the sums of its rows, which probes (ZipCache, MiKV, H2O, SnapKV) then need not sum up again."""
+"""A prompt's attention that returns its rows' log-sum-exp, which probes (ZipCache, MiKV, H2O, SnapKV) need not compute again."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 
 
 def request(heads: int = 4, kv_heads: int = 2, columns: int = 50, dtype: torch.dtype = torch.float32) -> AttendRequest:
-    """Of two rows that hold nothing."""
+    """A request of two rows that hold no tokens."""
     own = [tokens(2, count, columns, 32, seed, CPU, dtype) for seed, count in enumerate((heads, kv_heads, kv_heads))]
     return AttendRequest(None, range(2), Logits(0.3), QKV(*own))
 
@@ -54,7 +54,7 @@ def test_where_nobody_knows_them_they_are_none(kernels, monkeypatch):
 
 
 def test_cudnn_is_asked_for_a_sum_of_each_row(monkeypatch):
-    """By shapes alone, which torch knows of its GPU operators on any machine. Its sums have a dimension more."""
+    """By shapes alone, on the meta device, which knows torch's GPU operators. cuDNN's log-sum-exp has a dimension more."""
     monkeypatch.setattr(prompt_attention, "_backend", lambda request: prompt_attention.CUDNN)
     asked = request(8, 2, dtype=torch.bfloat16)
     output, found = prompt_normalised(asked._replace(given=QKV(*(part.to("meta") for part in asked.given))))
@@ -62,7 +62,7 @@ def test_cudnn_is_asked_for_a_sum_of_each_row(monkeypatch):
 
 
 def test_plain_torch_asks_for_none(monkeypatch):
-    """It sums up again as fast."""
+    """Plain torch computes it again as fast."""
     monkeypatch.setenv("CALIB_KERNELS", "reference")
     assert prompt_normalised(request())[1] is None
 
@@ -70,7 +70,7 @@ def test_plain_torch_asks_for_none(monkeypatch):
 @pytest.mark.full
 @pytest.mark.parametrize("method", ["zipcache", "mikv", "h2o", "snapkv"])
 def test_what_a_method_stores_is_the_same(method, kernels, monkeypatch):
-    """Of rows of one length, whose probes the sums are taken of; and the first pass is not launched."""
+    """With rows of one length probes use the prompt's log-sum-exp, and the kernel that would compute it is not launched."""
     heads, seen = Heads(2, 4, 2, 32), []
     given = [tokens(2, count, 100, 32, seed, CPU, torch.float32) for seed, count in enumerate((4, 2, 2))]
     launched = []

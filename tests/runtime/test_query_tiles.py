@@ -1,4 +1,4 @@
-"""A long forward is attended a tile of query rows at a time; how large the tiles are leaves no trace."""
+"""A long forward is attended a tile of query rows at a time, whose size changes neither outputs nor what is stored."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ NAMES = ["h2o", "mikv-8-2", "zipcache", "oracle", "gear", "gear-paper", "gear-ca
 
 
 def walked(name: str) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
-    """Outputs of a forward of 90 tokens behind 130, and what is stored then."""
+    """Outputs of a forward of 90 tokens after a prompt of 130, and what is stored then."""
     model = random_model("llama")
     cache, tokens = BY_NAME[name].open(model), Tokens.random(model, 220, seed=11)
     cache.release()

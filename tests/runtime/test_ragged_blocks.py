@@ -1,4 +1,4 @@
-"""Blocks of rows that hold unequally much are encoded together, and every row as if it were alone."""
+"""Blocks of rows of different lengths are encoded together, and every row is stored as if it were alone."""
 
 import copy
 
@@ -29,7 +29,7 @@ def decoded(cache, rows: list[Tokens]) -> None:
 
 
 def decoded_from(cache, rows: list[Tokens]) -> None:
-    """The steps."""
+    """Feeds the last STEPS tokens of each row, one a step."""
     for step in range(-STEPS, 0):
         feed(cache, [row[len(row) + step : len(row) + step + 1] for row in rows])
 
@@ -57,7 +57,7 @@ def test_a_row_is_stored_as_if_it_were_alone(model, case):
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["klt-short", "zipcache-short", "zipcache-before-rope"])
 def test_blocks_of_all_rows_are_one_group(model, name, monkeypatch):
-    """Whatever lies before them."""
+    """All rows are encoded in one call, whatever they hold before the block."""
     groups, take_in = [], ChunkStore._take_in
     monkeypatch.setattr(
         ChunkStore, "_take_in", lambda store, rows, *rest: groups.append(rows) or take_in(store, rows, *rest)
@@ -73,7 +73,7 @@ def test_blocks_of_all_rows_are_one_group(model, name, monkeypatch):
 
 @pytest.mark.parametrize("name", ["klt-short", "oscar", "kvarn-short", "kvquant"])
 def test_a_turn_is_encoded_at_once(model, name, monkeypatch):
-    """Not block by block, where these share nothing; to the same bits."""
+    """One call a layer encodes all blocks of a turn if blocks share no numbers; the bits are those of encoding block by block."""
     joined, tokens = BY_NAME[name].open(model), Tokens.random(model, 250, seed=3)
     by_blocks, calls, encode = copy.deepcopy(joined), [], Tier.encode
     for cache in (joined, by_blocks):

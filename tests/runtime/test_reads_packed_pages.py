@@ -1,4 +1,4 @@
-"""Attention really reads the packed words: spoiling one changes the answer, and decoding a cache is never needed."""
+"""Attention reads the packed words: overwriting one changes the output, and generation does not decode pages."""
 
 from functools import partialmethod
 
@@ -21,13 +21,13 @@ def model():
 
 
 def next_logits(model, cache, inputs):
-    """The logits of one more token, without keeping the token: the cache is left as it was."""
+    """The logits of one more token, which the cache stores."""
     with torch.no_grad():
         return model(inputs["input_ids"][:, -1:], past_key_values=cache).logits[0, -1]
 
 
 def read(model, cache, inputs) -> None:
-    """The prompt; its second half later, so that blocks with tiers of their own hold tokens, too."""
+    """Feeds the prompt in two halves, so that blocks with tiers of their own hold tokens, too."""
     half = inputs["input_ids"].shape[1] // 2
     for part in (slice(0, half), slice(half, None)):
         mask = inputs["attention_mask"][:, : half if part.stop else None]
@@ -35,8 +35,8 @@ def read(model, cache, inputs) -> None:
 
 
 def fields(store, tier: int, stream: str) -> dict[str, tuple[torch.Tensor, int]]:
-    """The packed fields of a stream, or of one in a tier, by their own names, and the tokens that a row of each holds; of a
-    store in two places those on the device."""
+    """The packed fields of a stream, or of a tier's stream, by their own names, and the tokens that a row of each holds; with
+    offloading those of the copy on the device."""
     store = store.low if isinstance(store, OffloadStore) else store
     if isinstance(store, TieredStore):
         pool, prefix = store.tiers[tier].pool, f"{stream}."
@@ -53,7 +53,7 @@ def fields(store, tier: int, stream: str) -> dict[str, tuple[torch.Tensor, int]]
 @pytest.mark.parametrize("stream", ["keys", "values"])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_one_overwritten_word_changes_the_output(model, case, stream):
-    """Of each tier."""
+    """A word of each tier in turn."""
     inputs = left_padded([PROMPT])
     slot = 2 if case.method in ("infllm", "streaming_llm") else 7  # among four sinks
 
@@ -64,7 +64,7 @@ def test_one_overwritten_word_changes_the_output(model, case, stream):
             if spoiled is not None:
                 own = fields(cache.compressed[1].store, spoiled, stream)
                 words, _ = next(own[name] for name in ("exact", "words", "coefficients") if name in own)
-                # Every head: which tokens lie in a tier differs, and oracle eviction may look at none of one head.
+                # In every head, because heads have different tokens in a tier; in every slot, if oracle eviction attends to few.
                 held = cache.sequences.tables[spoiled].rows[0]
                 last = min(slot, words.shape[2] - 1)  # a block's page may be shorter
                 page, slots = (torch.tensor(held), slice(None)) if case.method == "oracle" else (held[0], last)
@@ -93,7 +93,7 @@ def test_what_lies_beyond_the_rows_is_not_read(model, case):
                             continue  # no page is partly filled
                         page, spoiled = table.rows[1][used // table.page_tokens], spoiled + 1
                         for name, (tensor, tokens) in fields(layer.store, tier, stream).items():
-                            # Positions among channels or atoms are what another token has left there: never out of bounds.
+                            # Numbers of channels or atoms are those of an earlier token in that slot: never out of bounds.
                             rubbish = {"outliers.channels": 3, "indices": 0}.get(name, 99)
                             tensor[page, :, -(-(used % table.page_tokens) // tokens) :] = rubbish
             with torch.no_grad():
@@ -119,9 +119,9 @@ def used_slots(store, tier: int, stream: str) -> int:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_generation_never_decodes(model, case, monkeypatch):
-    """But for MiKV's demotion: the one token of a head that leaves the important tier is decoded to be encoded again, where it is
-    not exact there; for what corrections must know of the block that is being encoded; and for CSR, which adds atoms up, and
-    KVQuant and ZipCache's keys before RoPE, which are rotated to their positions, a tile at a time."""
+    """Exceptions: MiKV decodes the one token of a head that leaves the important tier and is not exact there, to encode it again;
+    corrections decode the block that is being encoded; and CSR, which sums atoms, and KVQuant and ZipCache's keys before RoPE,
+    which are rotated to their positions, are decoded a tile at a time."""
     by_tile = case.method in ("csr", "kvquant") or (case.method == "zipcache" and case.options.get("rope") == "before")
     demotes_codes = case.method == "mikv" and case.options.get("important", 16) != 16
     demoted, encoding, most = [], [], TILE_TOKENS if by_tile else int(demotes_codes)

@@ -1,4 +1,4 @@
-"""Graphs that share a pool: what the allocator asks of them, and that recording goes on from block to block."""
+"""CUDA graphs that share a memory pool, simulated: the pool lives as long as its recorder, which records block after block."""
 
 import copy
 import gc
@@ -24,7 +24,7 @@ def live(monkeypatch):
 
 
 def test_a_pool_outlives_the_graphs_that_are_recorded_into_it(live):
-    """One graph of the pool is there whatever happens to the others, and only as long as the recorder."""
+    """The recorder keeps one graph in the pool, whatever happens to the others; it is freed with the recorder."""
     record = recorded_step.recorder(CUDA)
     (pool,) = live
     assert live[pool] == 1
@@ -53,7 +53,7 @@ def test_nothing_records_on_a_cpu():
 def test_steps_are_recorded_block_after_block(method, live, monkeypatch):
     """Every encoded block drops the graph of the steps before it, then the next block's is recorded into the same pool.
 
-    Of one layer: a second one is given tokens that differ in their last bits, sums of other shapes, and a code may then be another.
+    The model has one layer: a second one's inputs differ in their last bits (sums of other shapes), so that a code may differ.
     """
     monkeypatch.setattr(step_graphs, "recorder", lambda device: recorded_step.recorder(CUDA))
     model, found, counts = random_model("llama", num_hidden_layers=1), [], []

@@ -52,7 +52,7 @@ def with_states(model):
 
 
 def test_a_layer_with_a_state_beside_its_keys_is_refused_for_that():
-    """Its attention layers are there, and plain: what stands in the way is the state."""
+    """Its attention could be compressed: the refusal names the recurrent state, which each of its layers has as well."""
     states = {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1}
     model = FalconH1ForCausalLM(FalconH1Config(**{**COMMON, **HEADS_4_2_32, **states}))
     with pytest.raises(ValueError, match="FalconH1ForCausalLM has a recurrent state in every attention layer"):

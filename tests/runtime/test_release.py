@@ -1,4 +1,4 @@
-"""The model while a cache is attached, and afterwards: exactly as before, however the cache is given up."""
+"""The model after a cache was released, dropped or interrupted is exactly as before; other caches go on meanwhile."""
 
 import copy
 import gc
@@ -23,7 +23,7 @@ def state_of(model):
     return [copy.deepcopy(vars(config)) for config in configs], model.config.to_dict(), weights, hooks, model.training
 
 
-# One that only attends, and one that also listens for token ids.
+# A method that replaces attention alone, and one that also hooks the forward for token ids.
 KIVI, SPECIAL = {"method": "kivi"}, {"method": "zipcache", "probes": "special", "special_ids": [7, 8]}
 
 

@@ -1,4 +1,4 @@
-"""RoPE as the runtime knows it: angles, the model's own rotation, there and back."""
+"""`Rotation`, the runtime's RoPE: its angles, the model's own rotation, and the inverse."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def rotation(model):
 
 @pytest.mark.parametrize(("start", "stop"), [(0, 1), (0, 64), (3, 67), (1000, 1300), (131000, 131072)])
 def test_angles_along_a_stretch_are_those_of_its_positions(rotation, start, stop):
-    """In float64 to half a unit of float32, however far from 0."""
+    """Cosines and sines are those of float64 to half a unit of float32, however far from 0."""
     along = rotation.along(start, stop, torch.device("cpu"))
     one_by_one = rotation.at(torch.arange(start, stop))
     angles = torch.arange(start, stop).double()[:, None] * rotation.frequencies
@@ -51,7 +51,7 @@ def test_keys_turn_as_the_model_turns_them(model, rotation):
     theirs = apply_rotary_pos_emb(keys, keys, *model.model.rotary_emb(keys, positions))[1]
     cos, sin = rotation.along(0, 50, keys.device)
     assert torch.allclose(rotation.rotated(keys, cos, sin), theirs, atol=1e-5)
-    # METHODS: turning back costs some units of float32.
+    # The inverse rotation loses some units of float32.
     assert (rotation.rotated(theirs, cos, -sin) - keys).norm() / keys.norm() < 1e-5
 
 
@@ -95,7 +95,7 @@ def test_positions_of_any_shape(rotation):
 
 
 def test_a_rotation_of_one_tensor_at_a_time():
-    """Gemma 4 turns queries and keys by two calls. Nothing leaves this window, so the tokens are the exact cache's."""
+    """Gemma 4 rotates queries and keys in two calls. No token leaves StreamingLLM's window, so tokens are the exact cache's."""
     kinds = {"sliding_window": SLIDING, "layer_types": ["sliding_attention", "full_attention"]}
     config = Gemma4TextConfig(
         **COMMON | HEADS_4_2_32 | kinds, num_kv_shared_layers=0, vocab_size_per_layer_input=101, per_layer_config=None

@@ -60,8 +60,8 @@ def test_a_row_is_stored_alike_alone_in_a_batch_and_under_padding(case, dtype):
 @pytest.mark.full
 @pytest.mark.parametrize("case", [case for case in CASES if not case.by_forwards], ids=str)
 def test_a_row_is_stored_alike_however_its_tokens_arrive(model, case):
-    """Where attention decides, it does matter: tokens of one forward see each other as they came. So it does where a
-    prompt is encoded as a whole."""
+    """It does matter, and is not tested, where attention decides what is stored (tokens of one forward attend to each other
+    exactly) and where a prompt is encoded as a whole."""
     tokens, length = Tokens.random(model, 200, seed=2), 200
     contents = []
     for cuts in ([200], [1, 199], [128, 32, 40], [97, 31, 72], [160] + [1] * 40, [1] * 200):
@@ -98,7 +98,7 @@ def test_rows_of_any_length_and_chunk_padding(model, case):
 @pytest.mark.parametrize("late", [0, 1])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_row_begins_beside_one_that_goes_on(model, case, late):
-    """Without padding, so that both are attended together: a prompt is exact causal attention whoever is beside it."""
+    """Without padding, so that both rows are attended together: the new row's prompt has exact causal attention all the same."""
     tokens = [Tokens.random(model, 110, seed=seed) for seed in (3, 4)]
     cuts = [[0, 50, 90, 91, 110], [0, 50, 90, 91, 110]]
     cuts[late] = [0, 0, 40, 41, 60]
@@ -134,7 +134,7 @@ def test_heads_do_not_influence_each_other(case, model):
 
 
 def by_heads(cache) -> dict[str, torch.Tensor]:
-    """What is stored of row 0, `[heads, tokens, width]` each; tokens as they decode, where a list holds all heads' of them."""
+    """What is stored of row 0, `[heads, tokens, width]` each; the decoded tokens, if heads share a field (a list of outliers)."""
     parts = stored(cache, 0)
     if all(len(part) > 1 for part in parts.values()):
         return parts
@@ -148,7 +148,7 @@ def by_heads(cache) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("name", ["zipcache", "zipcache-accumulated", "mikv-16-2", "mikv-8-2", "kivi-2-short"])
 def test_values_that_16_bits_cannot_hold_come_late(model, name):
-    """Parameters have 16 bits since the prompt, and what is measured of the first block is too large for that: it stays
+    """The prompt has fixed parameters of 16 bits, and what is measured of later tokens is too large for these: it stays
     finite, which is all that can be promised."""
     small, large = Tokens.random(model, 20, seed=5), Tokens.random(model, 80, seed=6, magnitude=1e6)
     cache = BY_NAME[name].open(model)

@@ -1,4 +1,4 @@
-"""Layers of a model on two GPUs: no operation of any method meets tensors of both."""
+"""Layers of a model on two simulated GPUs: no operation of any method has tensors of both."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ DEVICES = ("meta:0", "meta:1")
 
 
 def feed(cache: CompressedCache, rows: list[Tokens]) -> None:
-    """One forward: row i adds `rows[i]`, left-padded with rubbish, layer l on the device l of `DEVICES`."""
+    """One forward: row i adds `rows[i]`, left-padded with zeros, layer l on the device l of `DEVICES`."""
     columns, seen = max(map(len, rows)), cache.get_seq_length()
     held = cache.sequences.lengths or [0] * len(rows)
     mask = torch.zeros(len(rows), seen + columns, dtype=torch.bool)
@@ -36,7 +36,7 @@ def feed(cache: CompressedCache, rows: list[Tokens]) -> None:
 
 
 def walk(case: Case, lengths: tuple[int, int]) -> None:
-    """Prompts of these lengths, steps, and several tokens behind them."""
+    """Feeds prompts of these lengths, decode steps, and several tokens at once."""
     model = random_model("llama")
     tokens = [Tokens.random(model, 330, seed=seed) for seed in (330, 290)]
     cache = case.open(model)
@@ -49,7 +49,7 @@ def walk(case: Case, lengths: tuple[int, int]) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("lengths", [(200, 200), (200, 160)], ids=["rows of one length", "rows of two"])
 def test_what_all_layers_share_is_there_on_each_device(lengths):
-    """In stores of every kind."""
+    """With every kind of store."""
     for name in ("full", "kivi-2-short", "zipcache-short", "h2o", "specache", "infllm", "csr-short"):
         walk(BY_NAME[name], lengths)
 

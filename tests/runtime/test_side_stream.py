@@ -1,6 +1,6 @@
-"""Work beside the main stream: memory that it uses is not given to others before it is done, and copies of a cache wait for it.
+"""Work on the side stream: torch's allocator knows all memory that it uses, to reuse none early, and copies of a cache wait for it.
 
-On a CPU such work is done at once; what a GPU would do later is watched here.
+On a CPU such work runs at once; the operations that a GPU would run on the side stream are watched here.
 """
 
 import copy
@@ -24,13 +24,13 @@ METHODS = {
 
 
 def storages(*parts: object) -> dict[int, str]:
-    """Where the tensors among `parts` lie, and how they look."""
+    """The storage addresses of the tensors among `parts`, each with dtype and shape."""
     found = [part for part in tree_leaves(parts) if isinstance(part, torch.Tensor) and part.numel()]
     return {part.untyped_storage().data_ptr(): f"{part.dtype} {tuple(part.shape)}" for part in found}
 
 
 class Beside(TorchDispatchMode):
-    """While `beside`: `used` is memory that operations were given and did not make, `known` what the allocator was told of."""
+    """Of work on the side stream `used` is memory operations were given and did not make, `known` what `work` was given."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Beside(TorchDispatchMode):
 
     @contextmanager
     def work(self, stream: SideStream, *used: torch.Tensor):
-        """In place of `SideStream.work`."""
+        """Replaces `SideStream.work`."""
         self.known |= storages(used).keys()
         self.beside = True
         yield
@@ -57,7 +57,7 @@ class Beside(TorchDispatchMode):
 
 @pytest.mark.parametrize(("method", "options"), METHODS.items(), ids=list(METHODS))
 def test_the_allocator_is_told_of_all_memory_that_is_used_beside(method, options, monkeypatch):
-    """But of pages in host memory, which wait by themselves when they are given back (`test_host_memory.py`)."""
+    """Except pages in host memory, which wait for both streams when they are freed (`test_host_memory.py`)."""
     model, watched, forwards = random_model("llama"), Beside(), 0
     monkeypatch.setattr(SideStream, "work", lambda stream, *used: watched.work(stream, *used))
     with compress(model, method, **options) as cache, watched:

@@ -1,4 +1,4 @@
-"""Sinks: a row's first tokens stay exact for ever, in front of the window; all that is in tiers lies behind them."""
+"""Sinks: a row's first tokens always stay exact, stored before the window; tiers hold tokens after them."""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -34,7 +34,7 @@ SINKS, SLIDING = 5, 60
 
 @dataclass(frozen=True)
 class Behind:
-    """Another method's plan behind sinks; with `window` or `before_rope` where it has none of its own."""
+    """Another method's plan with sinks, and with `window` or `before_rope` if it does not have these itself."""
 
     name: ClassVar[str] = "behind"
 
@@ -83,7 +83,7 @@ def joined(parts: list[Tokens]) -> Tokens:
 
 
 def complete(options: dict[str, Any], prompt: int, length: int) -> int:
-    """The position where the exact tokens begin that are no sinks, of a row of `length` tokens."""
+    """The position of the first exact token that is no sink, in a row of `length` tokens; 0 if no token is encoded."""
     low = options["low"]
     block = low.get("recompress", low.get("block"))
     window = options.get("window", low.get("window", 0))
@@ -97,8 +97,8 @@ def complete(options: dict[str, Any], prompt: int, length: int) -> int:
 @pytest.mark.parametrize("sliding", [None, SLIDING])
 @pytest.mark.parametrize("plan", [plan for name, plan in PLANS.items() if name != "csr tiers"], ids=[*PLANS][:-1])
 def test_attention_is_that_over_sinks_tiers_and_window(plan, sliding, monkeypatch):
-    """Prompts shorter than the sinks, than a first chunk, and longer; steps, chunks, rows that are copies. Each token held is
-    one given, once; sinks and window bit for bit."""
+    """Against float64: prompts shorter than the sinks, than a first chunk, and longer; steps, chunks, reordered rows. Each token
+    held is one that was fed, once; sinks and window have its bits."""
     monkeypatch.setattr(layer_walk, "Logits", partial(Logits, sliding=sliding))
     model = random_model("llama") if sliding is None else random_model("mistral-sliding", sliding_window=sliding)
     cache, given, prompts = opened(model, plan), [], [2, 23, 90]
@@ -150,7 +150,7 @@ def worst(outputs, before, brought: list[Tokens], sliding: int | None) -> float:
 
 
 class SalientBehind(ZipCache):
-    """The equations of ZipCache, whose first chunk begins behind the sinks."""
+    """The equations of ZipCache, whose first chunk begins after the sinks."""
 
     def __init__(self, low: dict[str, Any], sinks: int = SINKS) -> None:
         super().__init__(**{name: value for name, value in low.items() if name != "method"})
@@ -166,7 +166,7 @@ class SalientBehind(ZipCache):
 @pytest.mark.arithmetic
 @pytest.mark.parametrize("walk", ["steps", "short prompt", "turns", "from one"])
 def test_saliency_ranks_all_but_the_sinks(walk, monkeypatch):
-    """Queries look at the sinks most of all; who is salient among the others is what ZipCache's equations say."""
+    """Queries attend to the sinks most of all; which of the others are salient follows from ZipCache's equations."""
     monkeypatch.setitem(ORACLES, "behind", SalientBehind)
     low = {
         "method": "zipcache",
@@ -214,7 +214,7 @@ def test_neither_batch_nor_padding_nor_drafts_leave_a_trace(plan):
     ids=str,
 )
 def test_a_sink_is_never_fetched(scenario, monkeypatch):
-    """FetchedPool are the most attended tokens of the tiers, whose twins are hidden; what is exact on the device stays there."""
+    """Fetched are the most attended tokens of the tiers, whose packed copies are then hidden; none that the device has exactly."""
     candidates = placement.layer.SpeCacheRow.candidates
 
     def of_tiers(row, scores, packed, stop):
@@ -258,7 +258,7 @@ def test_replayed_steps_are_those_that_run_one_by_one(plan, monkeypatch):
 @pytest.mark.parametrize("sliding", [None, SLIDING])
 @pytest.mark.parametrize("plan", ["codes", "csr"])
 def test_kernels_meet_the_tier_at_its_positions(plan, sliding, monkeypatch):
-    """Turns begin at the first token behind the sinks, and a sliding window is one of positions and not of slots."""
+    """RoPE's angles in a tier begin at the first position after the sinks, and a sliding window counts positions, not slots."""
     monkeypatch.setattr(layer_walk, "Logits", partial(Logits, sliding=sliding))
     family, changes = ("llama", {}) if sliding is None else ("mistral-sliding", {"sliding_window": sliding})
     model = random_model(family, num_hidden_layers=1, **changes)

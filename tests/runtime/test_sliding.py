@@ -1,4 +1,4 @@
-"""Models whose layers all slide: pages that the window has left behind are given back, and nobody misses them."""
+"""Models whose layers all have a sliding window: pages that have left it are freed, and outputs do not change."""
 
 import oracle
 import pytest
@@ -45,7 +45,7 @@ def held_pages(cache) -> list[int]:
 @pytest.mark.arithmetic
 @pytest.mark.parametrize("case", [case for case in CASES if not case.tiered], ids=str)
 def test_attention_over_what_is_left_is_that_over_everything(model, case):
-    """Steps and chunks; the oracle keeps every token, as stored when it was stored, by a cache that never lets go."""
+    """Steps and chunks, against float64 attention over every token as it was stored in a second cache that frees no page."""
     tokens = [Tokens.random(model, 900, seed=seed) for seed in (1, 2)]
     cache, everything = case.open(model), case.open(model)
     for rows in {rows for rows, _, _ in sequence_states(everything)}:
@@ -72,7 +72,7 @@ def test_attention_over_what_is_left_is_that_over_everything(model, case):
 @pytest.mark.arithmetic
 @pytest.mark.parametrize("case", [case for case in CASES if case.tiered and not case.relocates], ids=str)
 def test_attention_over_tiers_is_that_over_what_they_hold_of_the_window(model, case):
-    """Tokens of tiers lie in any order: their positions say which of them the window has left behind."""
+    """Tokens of tiers lie in any order: their positions decide which of them have left the window."""
     tokens = [Tokens.random(model, 900, seed=seed) for seed in (1, 2)]
     cache, at = case.open(model), 0
     cache.release()
@@ -115,7 +115,7 @@ def worst(outputs, held, brought: list[Tokens], at: int, kept: float | None = No
 
 
 def test_pages_before_a_long_chunk_are_given_back_after_it(model):
-    """The chunk never needs pages 1 to 5, so that empty positions lie between the old page and the new ones."""
+    """The chunk never needs pages 1 to 5, so that empty entries of the table lie between the old page and the new ones."""
     cache = BY_NAME["rtn-4"].open(model)
     cache.release()
     for step in range(4):
@@ -213,7 +213,7 @@ def test_full_beyond_the_window_is_the_dynamic_cache(model):
 
 @pytest.mark.parametrize("kinds", [None, ("sliding", "full"), ("sliding", "sliding")], ids=str)
 def test_a_window_that_the_mask_alone_tells(kinds):
-    """Qwen2-MoE hands no window to its attention; without one its configuration says 0, and it makes that mask all the same."""
+    """Qwen2-MoE passes its attention no window, only a mask; without one its configuration says 0, and it makes the mask, too."""
     slides = {} if kinds is None else {"use_sliding_window": True, "sliding_window": SLIDING}
     settings = COMMON | slides | {"layer_types": kinds and [f"{kind}_attention" for kind in kinds]}
     experts = {

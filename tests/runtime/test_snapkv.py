@@ -1,4 +1,4 @@
-"""SnapKV against its rule in float64: the prompt's last queries vote, votes are pooled along positions, and what follows stays."""
+"""SnapKV against its rule in float64: the prompt's last queries vote, votes are pooled along positions, later tokens all stay."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -29,14 +29,14 @@ pytestmark = pytest.mark.arithmetic
 
 
 class SnapKVOracle(LayerOracle):
-    """arXiv:2404.14469, sections 4.1 and 4.2, of the first forward alone."""
+    """arXiv:2404.14469, sections 4.1 and 4.2, applied to the first forward alone."""
 
     def __init__(self, budget: float | int = 0.2, window: int = 32, pool: int = 7) -> None:
         super().__init__([16])
         self.budget, self.window, self.pool = budget, window, pool
 
     def observe(self, query: np.ndarray, mass: np.ndarray, before: int) -> None:
-        """Votes are of the last rows, for what lies before them."""
+        """Votes of the last `window` query rows for the tokens before these, max-pooled along positions."""
         if not before:
             prefix = max(0, self.length - self.window)
             votes, reach = mass[:, -self.window :, :prefix].sum(1), self.pool // 2
@@ -44,7 +44,7 @@ class SnapKVOracle(LayerOracle):
             self.saliency = np.stack(near, 1) if near else votes
 
     def store(self, before: int) -> None:
-        """The prompt is chosen from; later tokens are put beside it."""
+        """Of a prompt the chosen tokens and the window stay; later tokens are all added."""
         share = isinstance(self.budget, float)
         budget = int(np.ceil(self.budget * self.prompt - 1e-9)) if share else self.budget
         for head in range(len(self.tier)):
@@ -57,7 +57,8 @@ class SnapKVOracle(LayerOracle):
             self.put(0, head, stay, self.keys[head, stay][None], self.values[head, stay][None])
 
     def greatest(self, scores: np.ndarray, wanted: int) -> np.ndarray:
-        """Also where a border lies among equals, which share one vote and go by position: then what is next to them counts."""
+        """Indices of the `wanted` greatest scores. Equal ones, pooled from one vote, go by position: if the border is among them,
+        `margin` is the distance to the next other score."""
         order = np.argsort(-scores, kind="stable")
         if 0 < wanted < len(scores):
             last = scores[order[wanted - 1]]
@@ -102,7 +103,7 @@ def test_it_does_what_the_papers_rule_says(scenario: Scenario):
 
 
 def test_a_prompt_under_a_soft_cap_votes_too(monkeypatch):
-    """It is attended otherwise, with no fast attention, and in tiles of query rows."""
+    """With a soft cap a prompt has no fast attention, and is attended in tiles of query rows."""
     monkeypatch.setattr(LayerOracle, "softcap", 5.0)
     monkeypatch.setattr(layer_walk, "Logits", partial(Logits, softcap=5.0))
     monkeypatch.setattr(attend, "QUERY_ROWS", 14)
@@ -113,7 +114,7 @@ def test_a_prompt_under_a_soft_cap_votes_too(monkeypatch):
 
 @pytest.mark.parametrize("pool", [1, 7])
 def test_rows_of_any_length_do_not_hear_of_each_other_or_of_padding(pool):
-    """Left-padded prompts of a batch: longer than the budget, a little longer, shorter than it, than the window, and one token."""
+    """Left-padded prompts of a batch: much longer than the budget, one token longer, as long, shorter, and a single token."""
     options = {"budget": 30, "window": 12, "pool": pool}
     model = random_model("llama", num_hidden_layers=1)
     rows = [Tokens.random(model, length + 25, seed=length) for length in (90, 31, 30, 20, 1)]
@@ -142,7 +143,7 @@ def test_rows_of_any_length_do_not_hear_of_each_other_or_of_padding(pool):
 
 
 def test_a_row_whose_prompt_comes_later_is_compressed_then():
-    """Its first forward has no padding and another row goes on in it."""
+    """Its first forward has no padding, and another row continues in it."""
     model = random_model("llama", num_hidden_layers=1)
     early, late = (Tokens.random(model, 120, seed=seed) for seed in (3, 4))
     options = {"budget": 20, "window": 8}
@@ -169,19 +170,19 @@ def test_in_chunks_the_first_one_is_the_prompt():
 
 
 def test_pooling_keeps_the_neighbours_of_a_token_that_is_attended():
-    """One token has all votes: with a kernel of five its two neighbours on either side stay with it, and of the rest the first."""
+    """One token has all votes: pooled with a kernel of five its two neighbours on either side have as many."""
     votes = torch.zeros(1, 20)
     votes[0, 9] = 1.0
     assert ObservationWindow(4, 5).scores(votes, torch.ones(20))[0].nonzero()[:, 0].tolist() == [7, 8, 9, 10, 11]
     assert torch.equal(ObservationWindow(4, 1).scores(votes, torch.ones(20)), votes)
     assert torch.equal(ObservationWindow(4, 2**30 - 1).scores(votes, torch.ones(20)), torch.ones(1, 20))
-    ends = torch.tensor([[[-3.0, -1.0, -2.0]]])  # what lies beyond the ends is no vote of 0
+    ends = torch.tensor([[[-3.0, -1.0, -2.0]]])  # positions beyond the ends do not count as votes of 0
     assert torch.equal(ObservationWindow(4, 3).scores(ends, torch.ones(3)), torch.tensor([[[-1.0, -1.0, -1.0]]]))
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """A tiering with the attention of all rows as its saliency, and every token's position kept."""
+    """A method with this tiering, the accumulated attention of all rows as saliency, and stored positions."""
 
     tiering: Tiering
     shared: bool
@@ -193,7 +194,7 @@ class Chosen:
 
 @pytest.mark.parametrize("shared", [False, True], ids=["each head", "one set"])
 def test_any_saliency_may_choose_from_a_prompt(shared, monkeypatch):
-    """By H2O's the same tokens of a prompt stay as within H2O's own budget."""
+    """With H2O's saliency `PromptBudget` keeps the tokens of a prompt that H2O's own budget keeps."""
     monkeypatch.setitem(methods.METHODS, "chosen", Chosen)
     model = random_model("llama", num_hidden_layers=1)
     kept = []

@@ -1,5 +1,5 @@
-"""Probe rows by token id, through a model: whose attention counts is decided by what each row says; and which ids those are, where
-a tokenizer tells."""
+"""ZipCache with `probes="special"`, through a model: each row's probe queries are those of its special tokens; and which ids a
+tokenizer gives."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ def model():
 
 
 def ragged(lengths: list[int]) -> dict[str, torch.Tensor]:
-    """Prompts with some special tokens at positions of their own in each row; padding looks like one too."""
+    """Prompts with some special tokens at different positions in each row; padding has the id of one, too."""
     inputs = left_padded(lengths, seed=4)
     ids, mask = inputs["input_ids"], inputs["attention_mask"]
     ids[torch.isin(ids, torch.tensor(SPECIAL))] = 2
@@ -41,7 +41,7 @@ def ragged(lengths: list[int]) -> dict[str, torch.Tensor]:
 
 
 def salient(query: torch.Tensor, keys: torch.Tensor, probes: torch.Tensor) -> list[set[int]]:
-    """The tokens of each KV head that a quarter has room for: eq. 8 over the rows `probes`, in float64.
+    """The quarter of tokens that each KV head keeps: eq. 8 over the query rows `probes`, in float64.
 
     `query [heads, n, D]`, `keys [kv_heads, n, D]`.
     """
@@ -83,7 +83,7 @@ def test_rows_of_special_tokens_are_the_probes(model, lengths, monkeypatch):
 
 
 def test_a_prompt_without_any_special_token_goes_by_position(model):
-    """Nobody is looked at, every score is 0, and ties go to the earlier token."""
+    """Without probe rows every score is 0, and ties go to the earlier token."""
     inputs = left_padded([40], seed=4)
     ids = inputs["input_ids"].clamp(min=61)
     with compress(model, method="zipcache", **OPTIONS) as cache, torch.no_grad():
@@ -99,7 +99,7 @@ def test_a_prompt_without_any_special_token_goes_by_position(model):
 
 @pytest.mark.full
 def test_blocks_have_probes_by_position(model):
-    """A prompt shorter than a block is the beginning of one, and what is generated has no say: as random+recent."""
+    """A prompt shorter than a block begins one, and ids of generated tokens are not used: probes are those of random+recent."""
     inputs, held = ragged([20, 9]), []
     for options in (OPTIONS, OPTIONS | {"probes": "random+recent", "special_ids": []}):
         with compress(model, method="zipcache", **options) as cache:
@@ -110,7 +110,7 @@ def test_blocks_have_probes_by_position(model):
 
 
 def test_rejected_drafts_are_no_probes(model):
-    """Of a prompt whose last columns are taken back, special tokens among them do not count."""
+    """Special tokens in the columns of a prompt that `crop` rejects are no probes."""
     inputs, caches = ragged([50]), []
     for draft in ([], SPECIAL * 2):
         with compress(model, method="zipcache", **OPTIONS) as cache, torch.no_grad():
@@ -124,7 +124,7 @@ def test_rejected_drafts_are_no_probes(model):
 
 
 def test_two_caches_hear_their_own_tokens(model):
-    """Ids go to every cache that listens; each forward uses those it was given."""
+    """Token ids are passed to every cache that uses them, and each forward uses its own."""
     first, second = ragged([40]), ragged([64])
     alone = []
     for inputs in (first, second):
@@ -162,7 +162,7 @@ def tokenizer():
 
 
 def test_special_and_punctuation_tokens(tokenizer):
-    """What the tokenizer names, what was added as special, and tokens of punctuation alone."""
+    """Special tokens that the tokenizer names, tokens that were added as special, and tokens of punctuation alone."""
     expected = [*WORDS["punctuation"], "<s>", "</s>"]
     assert special_token_ids(tokenizer) == tuple(sorted(map(tokenizer.get_vocab().get, expected)))
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
@@ -172,7 +172,7 @@ def test_special_and_punctuation_tokens(tokenizer):
 
 
 def test_special_tokens_of_the_embedded_model():
-    """Of byte-level pairs: spaces before a mark do not make it another."""
+    """A byte-level BPE tokenizer: a punctuation mark counts with a space before it as well."""
     tokenizer = AutoTokenizer.from_pretrained("artifacts/tiny-llama")
     spelled = set(tokenizer.convert_ids_to_tokens(special_token_ids(tokenizer)))
     assert {"<s>", "</s>", "<pad>", ".", ",", ").", '\u0120"', "\u0120\u00e2\u0122\u0136"} < spelled
@@ -201,7 +201,7 @@ def test_ids_of_the_tokenizer_are_those_given_by_hand(model, tokenizer):
 
 
 def test_ids_that_are_given_are_not_asked_for(model, tokenizer):
-    """A list stands, whatever the tokenizer says; so do probes that are not special."""
+    """A list of ids is used whatever the tokenizer says; with probes that are not special the tokenizer changes nothing."""
     for options in (OPTIONS, {"probes": "recent"}):
         plans = []
         for more in ({}, {"tokenizer": tokenizer}):

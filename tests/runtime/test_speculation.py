@@ -1,7 +1,7 @@
-"""Generation through a speculative cache: the tokens are those of decoding one by one, whatever is generated and however.
+"""Generation through SpeCache's speculative cache: the tokens are those of decoding one by one, in every mode of `generate`.
 
-With room for every token nothing is lost, and the answers are those of the full cache; without room they are those of the
-low-bit copy alone. Both hold for every loop, because only the model's forward is another.
+If every token can be fetched (k = 1000) nothing is lost, and tokens are those of the full cache; if none can (k = 0) they are those
+of the low-bit copy alone. Both hold for every generation loop, because only the model's forward differs.
 """
 
 import copy
@@ -36,7 +36,7 @@ def model():
 
 
 def both(model, run, wanted=EVERYTHING, plain=FULL):
-    """What `run` makes of a cache as `wanted` and of a `plain` one."""
+    """What `run` returns for a cache with the options `wanted`, and for one with the options `plain`."""
     found = []
     for options in (wanted, plain):
         with compress(model, **options) as cache:
@@ -101,7 +101,7 @@ def test_without_room_it_is_the_low_bit_copy_alone(model, mode, speculative):
 @pytest.mark.full
 @pytest.mark.parametrize("family", ["mistral-sliding", "qwen3-mixed", "gemma2", "gemma3"])
 def test_layers_that_slide(family):
-    """All of them, or beside others: these must forget the guess themselves."""
+    """All layers slide, or some: sliding layers that are not compressed must drop the speculative token, too."""
     model = BY_NAME["gemma3"].model() if family == "gemma3" else random_model(family)
     for options in ({}, {"num_beams": 3}):
 
@@ -115,7 +115,7 @@ def test_layers_that_slide(family):
 
 @pytest.mark.full
 def test_rows_that_end_early(model):
-    """Each end token in turn that the first half of the text shows: rows end in different steps, and go on as padding."""
+    """End tokens are some of the generated ones, in turn: rows end in different steps, and continue as padding."""
 
     def run(cache, **options):
         return generate(model, left_padded(RAGGED), cache, max_new_tokens=40, **options).sequences
@@ -148,7 +148,7 @@ def test_several_turns_on_one_cache(model, wanted):
 @pytest.mark.full
 @pytest.mark.parametrize("way", ["prompt lookup", "assisted"])
 def test_drafts_through_a_speculative_cache(model, way):
-    """Guesses rest while drafts are tried."""
+    """No speculative token is added while drafts are verified."""
     options = {"prompt lookup": {"prompt_lookup_num_tokens": 4}, "assisted": {"assistant_model": draft_of(model)}}[way]
 
     def run(cache):
@@ -170,7 +170,7 @@ def test_streamers_hear_every_token_in_order(model):
 
 
 class Enough(StoppingCriteria):
-    """Stops once `count` columns are there; writes down what it was shown."""
+    """Stops at `count` columns; `shown` lists the number of columns of each call."""
 
     def __init__(self, count: int) -> None:
         self.count, self.shown = count, []
@@ -215,7 +215,7 @@ def test_outputs_have_a_column_a_step(model):
 
 @pytest.mark.parametrize("rows", [1, 2])
 def test_a_guess_has_the_type_of_its_token(rows):
-    """GPT-2 adds the embedding of a type to each token's; of two rows the types of one step would be those of one row's two."""
+    """GPT-2 adds an embedding of `token_type_ids` to each token's: a speculative token has its row's type, also with two rows."""
     torch.manual_seed(0)
     sizes = {"n_embd": 64, "n_head": 2, "n_layer": 2, "vocab_size": 101, "n_positions": 256, "initializer_range": 0.15}
     model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=1, eos_token_id=None, pad_token_id=0)).eval()

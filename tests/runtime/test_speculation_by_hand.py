@@ -30,7 +30,7 @@ def text(model):
 
 
 class Widths:
-    """Columns of each forward that reaches the first layer of any cache, and whether the last is a guess."""
+    """Columns of each forward that reaches the first layer of any cache, and whether the cache speculates in it."""
 
     def __init__(self, monkeypatch) -> None:
         self.seen: list[tuple[int, bool]] = []
@@ -60,7 +60,7 @@ def by_base_model(model, token, cache, at):
     return model.lm_head(model.model(token, past_key_values=cache).last_hidden_state)
 
 
-# How a caller may bring one token, and whether a guess can be taken along.
+# Ways to call the model with one token, and whether a speculative token can be added.
 CALLS = {
     "positional": (lambda m, t, c, at: m(t, past_key_values=c).logits, True),
     "by name": (lambda m, t, c, at: m(input_ids=t, past_key_values=c).logits, True),
@@ -86,7 +86,8 @@ CALLS = {
 @pytest.mark.parametrize("way", CALLS)
 @torch.no_grad()
 def test_a_token_at_a_time(model, text, way, monkeypatch):
-    """Where a guess can be added it is; elsewhere the step finds its tokens itself. The answer has one column."""
+    """A speculative token is added if the call allows it; if not, the step's own query chooses what is fetched. Logits have one
+    column."""
     (tokens, logits), (call, speculates), widths = text, CALLS[way], Widths(monkeypatch)
     with compress(model, **EVERYTHING) as cache:
         model(tokens[:, :PROMPT], past_key_values=cache)
@@ -100,7 +101,7 @@ def test_a_token_at_a_time(model, text, way, monkeypatch):
 
 @torch.no_grad()
 def test_ways_of_calling_may_alternate(model, text):
-    """A forward that is no step forgets the guess; the next one begins with a new one."""
+    """A forward that is no decode step drops the guess; the next step begins with a new one."""
     tokens, logits = text
     with compress(model, **EVERYTHING) as cache:
         model(tokens[:, :PROMPT], past_key_values=cache)
@@ -117,8 +118,8 @@ def test_ways_of_calling_may_alternate(model, text):
 @pytest.mark.full
 @torch.no_grad()
 def test_what_is_known_of_the_guess(model, text):
-    """It is what the model likes best behind the step's true token and the last guess; the first of all behind the true
-    token alone, to the low-bit copy, before anything is fetched."""
+    """The guess is the model's most likely token after the step's true token and the last guess; the first guess is that of
+    the low-bit copy after the true token alone, before anything is fetched."""
     tokens, at = text[0], PROMPT
     with compress(model, method="kivi", residual=32) as low:
         model(tokens[:, :PROMPT], past_key_values=low)
@@ -136,7 +137,7 @@ def test_what_is_known_of_the_guess(model, text):
 @pytest.mark.full
 @torch.no_grad()
 def test_a_row_with_padding_is_guessed_as_alone(model):
-    """Guesses stand behind their own row's true token, whatever the padding."""
+    """A guess follows its own row's true token, whatever the padding."""
     inputs, told = left_padded([90, 41]), []
     token, mask = inputs["input_ids"][:, -1:], inputs["attention_mask"]
     with compress(model, **EVERYTHING) as cache:
@@ -191,7 +192,7 @@ def test_a_copy_in_the_middle_goes_on_alike(model):
 
 @pytest.mark.full
 def test_two_caches_of_one_model(model):
-    """By turns: each goes on with its own guess, and says what it says alone."""
+    """Caches are used by turns: each keeps its own guess, and gives the tokens that it gives alone."""
     inputs, options = left_padded([120, 60]), [SOME, SOME | {"bits": 4}, {"method": "kivi", "residual": 32}]
     alone = []
     for wanted in options:
@@ -213,12 +214,12 @@ def test_two_caches_of_one_model(model):
     for number, cache in enumerate(caches):
         cache.release()
         hooks = len(model._forward_hooks), len(model._forward_pre_hooks)
-        # Speculating caches have one of each; one before a forward is shared by all caches.
+        # Each speculating cache has one hook and one pre-hook; another pre-hook is shared by all caches.
         assert hooks == [(1, 2), (0, 1), (0, 0)][number]
 
 
 def test_release_in_the_middle(model):
-    """A streamer that releases the cache: what comes after fails and does not answer wrongly."""
+    """A streamer releases the cache: the next step fails instead of giving wrong tokens."""
     steps = count()
 
     class Released:
@@ -243,7 +244,7 @@ def test_release_in_the_middle(model):
 @pytest.mark.parametrize("forward", ["pre-decoding", "step"])
 @torch.no_grad()
 def test_an_interrupted_step(model, text, error, where, forward):
-    """Nothing is taken for a guess afterwards: not after `reset`, and not where every layer has stored the step."""
+    """No token is taken for a guess afterwards: neither after `reset`, nor if every layer has stored the step."""
     tokens, logits = text
     with compress(model, **EVERYTHING) as cache:
         model(tokens[:, :PROMPT], past_key_values=cache)
@@ -259,7 +260,7 @@ def test_an_interrupted_step(model, text, error, where, forward):
         hook = model.get_submodule(where).register_forward_hook(stop)
         with pytest.raises(error):
             model(tokens[:, at : at + 1], past_key_values=cache)
-        if where != "model.layers.0.self_attn":  # else the layers disagree, and say so
+        if where != "model.layers.0.self_attn":  # else layers hold different tokens, which is refused
             at = cache.sequences.lengths[0]
             found = model(tokens[:, at : at + 8], past_key_values=cache).logits
             torch.testing.assert_close(found, logits[:, at : at + 8], atol=LOGITS, rtol=0)
@@ -279,7 +280,7 @@ def test_an_interrupted_step(model, text, error, where, forward):
 @pytest.mark.parametrize("family", ["llama", "qwen3-mixed"])
 @torch.no_grad()
 def test_arguments_without_names(family):
-    """Mask and positions by position, in a padded batch, beside layers that slide."""
+    """Mask and positions as positional arguments, in a padded batch; also in a model with sliding layers."""
     model, inputs, told = random_model(family), left_padded([100, 70]), []
     for named in (True, False):
         mask, predicted = inputs["attention_mask"], []

@@ -96,7 +96,7 @@ def replayed(model, low: dict, recorded: Recorded):
 )
 @torch.no_grad()
 def test_true_tokens_are_stored_as_without_guesses(model, wanted, low, speculative, recorded):
-    """Exactly as given on the host, and in the low-bit copy bit for bit what that method stores of the true tokens alone."""
+    """The host has them exactly as given; the low-bit copy is bit for bit what its method stores of the true tokens alone."""
     steps = 110
     with compress(model, **wanted, speculative=speculative) as cache:
         generate(model, left_padded(LENGTHS), cache, max_new_tokens=steps + 1)
@@ -114,7 +114,7 @@ def test_true_tokens_are_stored_as_without_guesses(model, wanted, low, speculati
             for mine, other in zip(held[:2], given[number][row], strict=True):
                 assert torch.equal(mine, other.double())
             mine, other = (dict(parts_of(store, row)) for store in (layer.store.low, plain.compressed[number].store))
-            mine = {name: part for name, part in mine.items() if not name.endswith("positions")}  # of no use alone
+            mine = {name: part for name, part in mine.items() if not name.endswith("positions")}  # not stored alone
             assert mine and not differing(mine, other)
 
 
@@ -143,7 +143,7 @@ def test_a_guess_is_kept_nowhere(model, recorded):
 @pytest.mark.parametrize("family", ["llama", "gemma2", "mistral-sliding", "qwen3-mixed"])
 @torch.no_grad()
 def test_a_guess_beside_it_leaves_a_step_as_it_is(family, monkeypatch):
-    """The same step of one column over the same mixture gives the same logits."""
+    """A step without the speculative column, over the same packed and fetched tokens, has the same logits."""
     model, inputs = random_model(family), left_padded(LENGTHS)
     mask, attend = inputs["attention_mask"], TopTokensStore.attend
 
@@ -184,7 +184,7 @@ def test_a_guess_beside_it_leaves_a_step_as_it_is(family, monkeypatch):
 @pytest.mark.parametrize("k", [3, 40, 1000])
 @torch.no_grad()
 def test_what_was_fetched_is_counted(model, k, speculative):
-    """Each step exactly the pairs that were not there; nothing where the same ones are chosen again."""
+    """Each step fetches exactly the chosen pairs that were not on the device; none, if the same ones are chosen again."""
     wanted, nothing = SHORT | {"k": k, "speculative": speculative}, 0
     with compress(model, **wanted) as cache:
         held = [(set(), 0)] * 2
@@ -210,5 +210,5 @@ def test_what_was_fetched_is_counted(model, k, speculative):
                     assert int(pool.fetched) - fetched == new
                     nothing += not new
                 held[number] = now, int(pool.fetched)
-        # With room for all: but at first, and where a block of 32 tokens was encoded.
+        # With room for all tokens every step fetches nothing, but the first and those after a block of 32 tokens was encoded.
         assert nothing == 2 * (60 - 3) or k < 1000

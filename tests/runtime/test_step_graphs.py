@@ -1,4 +1,4 @@
-"""Replayed decode steps: same tokens and same bits as steps that run one by one, of every method that says it can."""
+"""Decode steps replayed from (simulated) CUDA graphs: tokens and stored codes are those of steps that run one by one."""
 
 import copy
 
@@ -17,7 +17,7 @@ STEPS = 150  # beyond every block and window of the cases
 
 # Cases that encode a token in every step.
 NONE_YET = {"csr-paper", "kvquant", "kvquant-3-dense", "oscar", "oscar-4-groups"}
-# Methods whose steps are not alike: memory on the host, what an oracle keeps.
+# Methods whose steps are never replayed: with host memory, and oracle eviction.
 NEVER = {"infllm", "offload", "oracle", "specache"}
 
 
@@ -62,7 +62,7 @@ def contents(cache) -> list[dict[str, torch.Tensor]]:
 
 
 def cases() -> list[object]:
-    """One of each method and the contract's at once, under a sliding window the contract's alone; the others later."""
+    """Not marked slow are one case of each method and the contract's cases; with a sliding window the contract's alone."""
     seen, found = set(), []
     for case in CASES:
         quick = case.method not in NEVER and (case.method not in seen or case.contract)
@@ -94,8 +94,8 @@ def test_replayed_steps_are_those_that_run_one_by_one(case: Case, family: str):
         for number, (own, other) in enumerate(zip(contents(cache), plain, strict=True)):
             for name, tensor in own.items():
                 if not tensor.dtype.is_floating_point:
-                    # Deeper layers are given tokens that differ in their last bits: sums of other shapes. Where two atoms
-                    # are as good, a pursuit then goes another way.
+                    # Inputs of deeper layers differ in their last bits (sums of other shapes): of two equally good atoms a
+                    # pursuit may then choose the other.
                     unequal = int((tensor != other[name]).sum())
                     assert unequal <= (tensor.numel() // 100 if number else 0), name
 
@@ -112,7 +112,7 @@ def test_replayed_steps_are_those_that_run_one_by_one(case: Case, family: str):
     ],
 )
 def test_a_row_takes_a_page_that_is_not_there_yet(model, method, options, lengths, count):
-    """Pools grow where steps run one by one; a replay would write behind their end."""
+    """Pools grow in steps that run one by one; a replay would write beyond their end."""
     inputs, found = left_padded(lengths), []
     for graphs in (False, True):
         with compress(model, method, graphs=graphs, **options) as cache:
@@ -126,7 +126,7 @@ def test_a_row_takes_a_page_that_is_not_there_yet(model, method, options, length
 @pytest.mark.parametrize("graphs", [True, False], ids=["replayed", "launched again"])
 @pytest.mark.parametrize("lengths", [[176], [107, 595]], ids=str)
 def test_a_sliding_window_has_given_back_every_page(lengths, graphs, monkeypatch):
-    """Keys were packed before their values, and both are out of sight: there is no page to read."""
+    """Keys were packed before their values, and both are outside the window: there is no page to read."""
     model, inputs = random_model("mistral-sliding"), left_padded(lengths)
     with compress(model, "kivi", bits=4) as cache:
         tokens, logits = decoded(model, cache, inputs, 4)
@@ -188,7 +188,7 @@ def test_ids_without_their_name(model):
 
 
 def test_answers_are_their_own(model):
-    """A replay writes where the last one wrote; what a caller holds must not change under him."""
+    """A replay writes to the memory that the last one wrote to; logits that a caller holds must not change."""
 
     def run(cache):
         held = steps(model, cache, 8)
@@ -233,7 +233,7 @@ def test_beams_copies_and_chunks_in_between(model, method):
 @pytest.mark.full
 @pytest.mark.parametrize("method", ["kivi", "zipcache", "gear"])
 def test_a_copy_behind_every_step(model, method):
-    """Behind those that run as always, are recorded and are replayed: each goes on as the cache does."""
+    """After steps that run as always, that are recorded and that are replayed: each copy continues as the cache does."""
     with compress(model, method, graphs=True) as cache, torch.no_grad():
         model(input_ids=prompt(), past_key_values=cache)
         for i in range(30):
@@ -276,14 +276,14 @@ def test_embeddings_instead_of_ids(model):
 @pytest.mark.full
 @pytest.mark.parametrize("method", ["mikv", "h2o"])
 def test_a_budget_that_becomes_full(model, method):
-    """From then on somebody leaves it in every step, which is another step than before."""
+    """From then on every step evicts a token, so that another step must be recorded."""
     sizes = {"mikv": {"budget": 100, "recent": 20}, "h2o": {"heavy": 40, "recent": 20}}[method]
     alike(*both(model, lambda cache: steps(model, cache, 80), method, **sizes))
 
 
 @pytest.mark.full
 def test_a_recorded_step_serves_behind_one_that_encodes_into_memory_that_is_there(model):
-    """What is replayed is what runs one by one; of 55 steps two are not, and those that encode blocks of 8."""
+    """Logits are those of steps that run one by one; of 55 steps all are replayed but two and those that encode blocks of 8."""
     logits = []
     for graphs in (False, True):
         with BY_NAME["klt-short"].open(model, graphs=graphs) as cache, torch.no_grad():
@@ -308,8 +308,8 @@ class Nothing:
     ("method", "others"), [("rtn", 5), ("kivi", 11), ("gear", 19), ("zipcache", 6), ("mikv", 5), ("h2o", 2)]
 )
 def test_most_steps_are_replayed(model, method, others, monkeypatch):
-    """Of 260 behind ragged prompts all but so many: two of each block, and those that encode tokens of a row. Neither another
-    page nor a longer window ends a block."""
+    """Of 260 steps after ragged prompts at most `others` are not: two of each block, and those that encode tokens of a row.
+    Neither another page nor a longer window ends a block."""
     monkeypatch.setattr(step_graphs, "recorder", lambda device: Nothing)
     with compress(model, method, graphs=True) as cache, torch.no_grad():
         model(**left_padded([140, 137, 132]), past_key_values=cache)
@@ -322,7 +322,7 @@ def test_most_steps_are_replayed(model, method, others, monkeypatch):
 @pytest.mark.full
 @pytest.mark.parametrize("method", ["kivi", "zipcache", "klt-short"])
 def test_a_prefix_is_the_same_with_graphs_and_without(model, method, tmp_path):
-    """Though memory for a whole window and some pages more is there; and that is foretold."""
+    """With graphs memory for a whole window and some more pages is allocated, which the predicted bytes include."""
     case, path, found = BY_NAME.get(method), tmp_path / "prefix.safetensors", []
     artifact = calibrated_artifact(model) if case is not None else None
     named = {"artifact": artifact, **(case.options if case else {})}

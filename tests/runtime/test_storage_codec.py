@@ -1,4 +1,4 @@
-"""Stored chunks: the codes are those of `klt`'s cache, the way back is what the formulas say, and no token sees another."""
+"""Stored chunks (`Codec`): codes are those of `klt`'s cache, decoding follows the formulas, no token depends on another."""
 
 import pytest
 import torch
@@ -52,8 +52,8 @@ def by_head(chunk, heads=2):
 @pytest.mark.parametrize("forms", FORMS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_codes_are_those_of_a_cache(forms, dtype):
-    """Bit for bit, of the same tokens at the same positions; and they decode to the same, but for products in float32. Of four
-    heads: sizes of two take a byte in a cache, and leave more bits to codes."""
+    """Bit for bit, for the same tokens at the same positions; decoded values differ only by rounding. The model has four KV heads:
+    with two, sizes take a byte in a cache, which leaves more bits to codes."""
     model = random_model("llama", num_attention_heads=8, num_key_value_heads=4, head_dim=16)
     artifact = calibrated_artifact(model)
     cache = compress(model, "klt", artifact=artifact, bits=BITS, **forms, window=0, sinks=0, block=10)
@@ -94,10 +94,10 @@ def test_a_blob_says_what_the_formulas_say(model, artifact, forms, start):
     exact = max(0, 7 - start)
     assert torch.equal(found[:, :, :exact], by_head(chunk)[:, :, :exact].double())
     found, wanted = found[:, :, exact:], wanted[:, :, exact:]
-    # Tables of 16 bits: entries of the way back are rounded to 2^-12 of the largest step, predictions to 2^-16.
+    # Tables have 16 bits: entries of the inverse transform are rounded to 2^-12 of the largest step, predictions to 2^-16.
     assert float((found - wanted).abs().max()) < 4e-3 * float(wanted.abs().max())
-    # Every code is the nearest, but for what the tables round: entries of the way in have 16 bits of a component of 32 channels.
-    # From a trellis' state it is 9/8 of that away at most, and a path may leave it out to come nearer later.
+    # Every code is the nearest, but for the rounding of tables: entries of the transform have 16 bits of a component of 32
+    # channels. From a trellis state it is 9/8 of that away at most, and a path may choose another to come nearer later.
     assert 0.9 < off < (3 if klt.trellis else 1.05)
     _, elsewhere = decoded(data, artifact, klt, codec.rotation.frequencies, start + 1, chunk)
     assert elsewhere > 2  # the formulas at the next position are far from these codes
@@ -128,7 +128,8 @@ def test_a_chunk_may_be_cut_anywhere(model, artifact, forms, start, monkeypatch)
 
 
 def test_angles_do_not_depend_on_where_a_chunk_begins(model, artifact, monkeypatch):
-    """Cosines are put together from two tables: from another first position on, one in a billion would round otherwise."""
+    """Cosines are composed from two tables; computed from another first position on, one in a billion would be rounded otherwise.
+    So they begin at multiples of STRIDE."""
     codec, along, asked = of_artifact(artifact), Rotation.along, []
 
     def recorded(rotation, start, stop, device):
@@ -145,7 +146,7 @@ def test_angles_do_not_depend_on_where_a_chunk_begins(model, artifact, monkeypat
 @pytest.mark.parametrize("forms", FORMS, ids=str)
 @pytest.mark.parametrize("bits", [1.0, 2.5])
 def test_slices_of_heads_are_the_whole(forms, bits):
-    """Grouped heads of four ranks; at one bit some ranks have streams without a word."""
+    """Slices of four KV heads, as tensor-parallel ranks have them; at one bit some slices have streams without a word."""
     model = random_model("llama", num_attention_heads=8, num_key_value_heads=4, head_dim=16)
     artifact, chunk = calibrated_artifact(model), chunk_of(model, 50, seed=4)
     whole = Codec.from_artifact(artifact, bits=bits, **forms)
@@ -184,7 +185,7 @@ def test_sizes_are_known_beforehand(model, artifact):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_first_tokens_of_a_text_are_exact(model, artifact, dtype):
-    """And no others: those that a chunk has of the first `sinks`, whichever chunk they are in."""
+    """And no others: exact are a chunk's tokens at positions below `sinks`, whichever chunk it is."""
     chunk = chunk_of(model, 10, dtype=dtype)
     for fixed_size in (False, True):
         for start, exact in ((0, 6), (4, 2), (5, 1), (6, 0), (60, 0)):
@@ -206,7 +207,7 @@ def test_a_header_says_what_the_blob_is(model, artifact, trellis):
 
 
 def test_any_view_is_encoded_and_left_alone_and_decoded_into(model, artifact):
-    """A chunk of an engine's larger buffer, with layers and tokens that do not lie together; and where it is to be decoded to."""
+    """A chunk may be a strided view of an engine's larger buffer, and such a view may be given as `out` to decode to."""
     codec, chunk = of_artifact(artifact), chunk_of(model, 40, dtype=torch.bfloat16)
     buffer = torch.zeros(2, 80, 2, 64, dtype=torch.bfloat16)
     view = buffer[:, 10:50].transpose(1, 2)
@@ -249,7 +250,7 @@ def test_a_trellis_lowers_the_error_at_the_same_bits(model, artifact):
 
 
 def test_a_reader_of_uniform_levels_reads_no_trellis(model, artifact):
-    """At 8 bits every component has all the bits there are, so that nothing else of the two differs."""
+    """At 8 bits every component has the most bits, so that the two codecs differ in nothing else."""
     codecs = {flag: of_artifact(artifact, bits=8, trellis=flag) for flag in (False, True)}
     assert codecs[False].identity != codecs[True].identity
     for flag, codec in codecs.items():
@@ -296,7 +297,7 @@ MODELS = {
 
 @pytest.mark.parametrize("name", MODELS)
 def test_positions_turn_keys_as_the_model_does(name):
-    """Without the model at hand: frequencies from the artifact are its own, to the bit, and codes those that it would give."""
+    """Without the model: RoPE's frequencies from the artifact are the model's, bit for bit, and so are codes."""
     model = MODELS[name]()
     artifact, rotation = calibrated_artifact(model), Rotation.of(model, "")
     codec = of_artifact(artifact, size=True)

@@ -1,4 +1,4 @@
-"""An entropy coder behind stored chunks: the same chunk, in bytes that a reader written from the documentation finds alike."""
+"""Entropy coding of stored chunks: they decode to the same, and a reader written from the documentation finds the same codes."""
 
 import math
 
@@ -37,7 +37,7 @@ def of_artifact(artifact, entropy=True, **options):
 
 
 def probabilities(width, step, middle):
-    """Of a field's numbers, from the formula."""
+    """The probabilities of a field's numbers, times 2^16, from the formula."""
     edges = [-math.inf, *((c - middle - 0.5) * 2 ** (step / 8) for c in range(1, 1 << width)), math.inf]
     below = [0.5 * math.erfc(-edge / math.sqrt(2)) for edge in edges]
     normal = np.diff(below)
@@ -58,7 +58,7 @@ def test_the_chunk_is_the_same_and_no_larger(model, artifact, start, bits, dtype
 
 
 def test_a_reader_from_the_documentation_finds_the_same_codes(artifact):
-    """Tables by the formula from the artifact's steps and errors; fields of one table behind each other, token after token."""
+    """Tables follow from the artifact's steps and errors; fields with the same table are coded one after another."""
     coded, plain = of_artifact(artifact), of_artifact(artifact, False)
     chunk = usual(coded, 120)
     blob, fixed = (codec.encode(chunk, 9).numpy().tobytes() for codec in (coded, plain))
@@ -126,7 +126,7 @@ def test_any_bytes_are_refused_or_decode_to_finite_numbers(artifact, bits):
 
 @pytest.mark.parametrize("tokens", [1, 2, 7, 500])
 def test_no_chunk_takes_less_than_it_may(artifact, tokens):
-    """The most frequent number of every field: a reader accepts as few bytes, and each blob has more than the least."""
+    """With the most frequent number in every field a blob has at least `least_bytes`, and little more."""
     codec = of_artifact(artifact)
     coder = codec._payload.entropy
     numbers = torch.tensor([int(table.counts().argmax()) for table in coder.tables]).expand(tokens, -1)

@@ -1,4 +1,4 @@
-"""Stored chunks whose heads and layers help each other: what a blob says is what the formulas say, and no token sees another."""
+"""Stored chunks in the profile `storage`, with joint bases of a layer's heads and predictions across layers, by the formulas."""
 
 import pytest
 import torch
@@ -46,13 +46,13 @@ def test_a_blob_says_what_the_formulas_say(model, artifact, start, bits):
     found, exact = codec.decode(blob).double(), max(0, 7 - start)
     assert torch.equal(found[:, :, :exact], chunk[:, :, :exact].double())
     found, wanted = found[:, :, exact:], wanted[:, :, exact:]
-    # As of heads by themselves: tables of 16 bits.
+    # As in the profile `heads`: tables have 16 bits.
     assert float((found - wanted).abs().max()) < 4e-3 * float(wanted.abs().max())
     assert 0.9 < off < 1.05
 
 
 def test_layers_and_heads_help(model, artifact):
-    """Values that follow from those of the layer before come back nearer."""
+    """Values that are predicted from those of the layer before have a smaller error."""
     chunk = chunk_of(model, 200, seed=2)
     width = chunk.shape[-1]
     chunk[1, 1] = chunk[1, 0] + 0.01 * chunk[1, 1]
@@ -100,7 +100,7 @@ def test_sizes_are_known_and_bits_are_kept_to(model, artifact, dtype):
 
 
 def test_the_widths_are_those_of_least_error(artifact):
-    """No bit is worth more elsewhere: of two components, the one's next bit is not worth more than the other's last."""
+    """No bit would reduce the error more elsewhere: no component's next bit reduces it more than any component's last bit does."""
     errors = {role: artifact.tensor(f"{role}.storage.errors").double() for role in ROLES}
     found = widths_at(errors, 2.0)
     last, following = [], []
@@ -146,7 +146,7 @@ def test_the_profiles_refuse_each_others_blobs(model, artifact):
 
 
 def test_any_payload_decodes_to_finite_numbers(model, artifact):
-    """Whoever writes a blob writes its checksum: also where every layer's predictions enlarge what the one before says."""
+    """A forged blob has a matching checksum. Numbers are finite also if each layer's predictions enlarge those of the last one."""
     large = {f"{role}.storage.matrix": 1e6 * artifact.tensor(f"{role}.storage.matrix") for role in ROLES}
     codec = of_artifact(Artifact({**artifact.tensors, **large}, artifact.fingerprint, {}, artifact.clip_bits))
     blob = codec.encode(chunk_of(model, 40), 0).numpy().tobytes()

@@ -1,4 +1,4 @@
-"""The start of a chunk, told from its keys: found among candidates where it is clear, and refused where it is not."""
+"""The first position of a chunk, found among candidates by its keys if these are clear, else refused."""
 
 import pytest
 import torch
@@ -77,7 +77,7 @@ def test_what_is_not_clear_is_refused(artifact):
         ValueError, match=r"no candidate fits these keys: the best, \d+, has a score of .* give the position"
     ):
         codec.start_of(chunk, elsewhere)
-    still = Rotation(torch.full((16,), 1e-6, dtype=torch.float64))  # turns that no position tells from another
+    still = Rotation(torch.full((16,), 1e-6, dtype=torch.float64))  # so slow that positions are rotated alike
     codec = Codec.from_artifact(shaped(artifact), bits=3, rotation=still)
     chunk = chunk_at(codec, keys_before_rope(artifact, 40), 640)
     with pytest.raises(ValueError, match=r"candidates \d+ and \d+ fit these keys nearly alike, .* give the position"):
@@ -93,7 +93,7 @@ def test_what_is_not_clear_is_refused(artifact):
 
 
 def test_a_wrong_start_costs_bits_and_turns_nothing(artifact):
-    """Keys come back at the positions that they had, whatever the header says: only the codes fit them less."""
+    """Keys are decoded as they were, whatever start the header has: only the error of their codes is larger."""
     codec = Codec.from_artifact(shaped(artifact), bits=4, size=True)
     chunk = chunk_at(codec, keys_before_rope(artifact, 60), 640)
     errors = [

@@ -1,4 +1,4 @@
-"""Decode steps launched from tapes: the same launches and the same bits as steps that work out every launch, of every method."""
+"""Decode steps launched from tapes (recorded launches): launches and arguments are those of steps without tapes."""
 
 import copy
 import re
@@ -24,17 +24,17 @@ LENGTHS, LAYERS = [9, 20], 3
 LEVEL = [20, 20]  # windows of both rows are empty at once
 STEPS = 26  # through a block of every short case
 
-# Cases whose steps are launches and nothing else.
+# Cases whose steps consist of kernel launches alone.
 TAPED = {"full", "rtn-4", "kivi-2", "klt-short", "zipcache", "gear-60", "h2o", "mikv-16-2", "snapkv", "csr", "kvarn"}
 
-# Prompts behind which their row takes a page beyond the room within so many steps.
+# Cases and prompts after which a row takes a page beyond the room of the page table within STEPS steps.
 WIDER = {
     "mikv": (Case("mikv-wider", "mikv", 0.0, {}), 316),
     "snapkv": (Case("snapkv-wider", "snapkv", 0.0, {"budget": 0.8}), 310),
     "rtn": (Case("rtn-wider", "rtn", 0.0, {"bits": 4}), 251),
 }
 
-# Memory that kernels fill which do not run here: of pages, and of their own.
+# Arguments that kernels fill, which do not run here.
 NOT_FILLED = {"PLACED", "WAYS"}
 
 
@@ -44,7 +44,7 @@ def by_triton(monkeypatch):
 
 
 def in_full(tapes, number, plan, way, layer, given, step):
-    """In place of `TapedSteps.run`: nothing is recorded."""
+    """Replaces `TapedSteps.run`: nothing is recorded."""
     return layer()
 
 
@@ -55,7 +55,7 @@ def drawn(config, width: int, generator: torch.Generator) -> list[torch.Tensor]:
 
 
 def noted(begin, answers: list[bool]):
-    """In place of `TapedSteps.begin`: its answers are listed."""
+    """Replaces `TapedSteps.begin`: its results are appended to `answers`."""
 
     def and_noted(tapes, *given):
         answers.append(begin(tapes, *given))
@@ -65,8 +65,8 @@ def noted(begin, answers: list[bool]):
 
 
 def launches_of(case: Case, lengths: list[int], found: list[Launch], free: int) -> tuple[list[list[Launch]], int]:
-    """The launches of each step, and how many layers' steps tapes have launched. No kernel runs. Behind the prompt every table has
-    so many `free` pages."""
+    """The launches of each step, and the number of layers' steps launched from tapes. No kernel runs. After the prompt every page
+    table has `free` pages more."""
     model, mask = random_model("llama", num_hidden_layers=LAYERS), left_padded(lengths)["attention_mask"]
     modules, generator, steps = [layer.self_attn for layer in model.model.layers], torch.Generator().manual_seed(3), []
     with torch.no_grad(), case.open(model) as cache:
@@ -85,12 +85,12 @@ def launches_of(case: Case, lengths: list[int], found: list[Launch], free: int) 
 
 
 def seen_as(part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """What a kernel finds that is told the shape and strides of another tensor."""
+    """`part` with the shape and strides of `like`, as a kernel reads it that is given those."""
     return part.as_strided(like.shape, like.stride(), part.storage_offset())
 
 
 def taped_as_in_full(case: Case, lengths: list[int], monkeypatch, free: int = 0) -> int:
-    """How many layers' steps tapes have launched; each launch is that of a step without tapes."""
+    """Asserts that each launch is that of a step without tapes; returns the number of layers' steps launched from tapes."""
     found, of_block = watch(monkeypatch, runs=False, copies=True), []
     with mock.patch.object(TapedSteps, "begin", noted(TapedSteps.begin, of_block)):
         taped, launched = launches_of(case, lengths, found, free)
@@ -122,12 +122,12 @@ def test_a_tape_launches_what_the_layer_would(case: Case, lengths, monkeypatch):
 @pytest.mark.full
 @pytest.mark.parametrize(("case", "length"), WIDER.values(), ids=list(WIDER))
 def test_a_row_takes_a_free_page_beyond_the_room(case: Case, length: int, monkeypatch):
-    """Page numbers are wider from that step on, in memory of their own, and no table has more pages in all."""
+    """From that step on the tensor of page numbers is wider, in other memory, while no table's capacity grows."""
     assert taped_as_in_full(case, [120, length], monkeypatch, free=6) >= STEPS
 
 
 def own_steps(model, cache, count: int, width: int = 1) -> None:
-    """Calls of every layer's attention, of as many tokens each."""
+    """`count` forwards through every layer's attention, of `width` tokens each."""
     generator = torch.Generator().manual_seed(4)
     with torch.no_grad():
         for _ in range(count):
@@ -158,7 +158,7 @@ def test_all_layers_but_the_first_are_launched_from_the_third_step_on(opened):
 
 
 def test_a_block_goes_on_behind_a_step_that_encodes_into_memory_that_is_there(monkeypatch):
-    """Which is every one in `klt`, until a row needs another page: 60 tokens behind a window of 20 fill one of 64."""
+    """In `klt` every step that encodes does so, until a row needs another page."""
     watch(monkeypatch, runs=False)
     model, launched = random_model("llama", num_hidden_layers=LAYERS), [0]
     with BY_NAME["klt-short"].open(model) as cache:  # blocks of 8
@@ -188,9 +188,9 @@ def test_tapes_are_forgotten_where_memory_or_rows_change(opened, change):
         for layer in cache.compressed:
             keys, values = drawn(model.config, 1, torch.Generator().manual_seed(5))[1:]
             layer.fill(keys, values, None, layer.get_seq_length() + 1)
-    if change in ("reorder", "copy", "device"):  # at once: tapes keep memory that has been replaced
+    if change in ("reorder", "copy", "device"):  # at once, because tapes refer to memory that has been replaced
         assert not cache.sequences.taped._tapes
-    # A block behind one that tapes have launched is recorded at once; a copy has had none.
+    # The block after one that was launched from tapes is recorded in its first step; a copy has had no such block.
     own_steps(model, cache, 2 if change == "copy" else 1)
     assert cache.sequences.taped.launched == before
     own_steps(model, cache, 1)
@@ -198,7 +198,7 @@ def test_tapes_are_forgotten_where_memory_or_rows_change(opened, change):
 
 
 def test_between_steps_a_tape_holds_nothing_of_them(opened):
-    """Neither what kernels fill on the way nor what a layer was given: what a cache weighs is what it stores."""
+    """Neither temporary memory of kernels nor a layer's inputs: all tensors of tapes are in the stores."""
     model, cache = opened
     own_steps(model, cache, 5)
     held = [
@@ -215,7 +215,7 @@ def test_between_steps_a_tape_holds_nothing_of_them(opened):
 
 
 class Shown:
-    """A step whose layers share these."""
+    """Stands for a forward whose layers share `readings`."""
 
     def __init__(self, readings: dict[str, object]) -> None:
         self.readings = readings
@@ -226,14 +226,14 @@ class Shown:
 
 
 class TestWhatIsRecorded:
-    """Of a layer that is written here: kernels by name, in memory that it makes."""
+    """Tapes of layers that are written here, which launch stand-in kernels on memory that they allocate."""
 
     @pytest.fixture
     def step(self):
         return Shown({"mask": (torch.zeros(4), "not one")})
 
     def test_every_tensor_comes_from_where_it_came_from(self, step):
-        """Given, shared, made, the layer's own; whole or in part."""
+        """Inputs, shared tensors, allocated ones and the layer's own, whole or in part, are found again when a tape runs."""
         own, seen = torch.full((2,), 7.0), []
 
         class Kernel:
@@ -261,7 +261,7 @@ class TestWhatIsRecorded:
         assert [part.tolist() for part in first] == [[2.0] * 3, [1.0, 2.0], [7.0, 7.0]]
         assert [part.tolist() for part in second] == [[[3.0, 3.0]] * 2, [3.0, 3.0]]
         assert (grid, other, options, none) == ((1, 2), (3,), {"WIDE": 4}, {})
-        # Where the first layers have not worked out what it takes, nothing is launched.
+        # If the step has no shared tensor that the tape needs, nothing is launched.
         assert tape.run((query, values), Shown({})) is None and len(seen) == 4
 
     @pytest.mark.parametrize(
@@ -291,7 +291,7 @@ class TestWhatIsRecorded:
 
 
 class Named:
-    """A kernel that fills what it is given first with 1, and lists its launches."""
+    """A kernel that fills its first argument with 1, and lists its launches."""
 
     def __init__(self) -> None:
         self.seen = []
@@ -307,7 +307,7 @@ class Named:
 
 
 class TestOfAnOutline:
-    """A layer that is listed by what is known of another."""
+    """A layer that is recorded by the outline of another: where each argument of a launch comes from."""
 
     @pytest.fixture
     def kernels(self):
@@ -315,7 +315,7 @@ class TestOfAnOutline:
 
     @staticmethod
     def layer(kernels, given, step, own, size, change=None):
-        """Two launches, in memory of any size."""
+        """A layer of two launches on `size` numbers; `change` makes it differ from the outline."""
         first, second = kernels[::-1] if change == "other kernels" else kernels
         query, values = given[::-1] if change == "what is given, swapped" else given
         mask = step.readings["mask"][0]
@@ -393,7 +393,7 @@ class TestOfAnOutline:
 
 
 def test_where_tensors_come_from_is_found_out_once(opened, monkeypatch):
-    """Of layers whose plans are equal: the second one, and all in later blocks, are listed by the outline of the first."""
+    """With equal plans all layers but the first recorded one, and all in later blocks, are recorded by its outline."""
     model, cache = opened
     found = []
     monkeypatch.setattr(taped_steps, "recorded", lambda *given: found.append(given) or recorded(*given))
@@ -415,7 +415,7 @@ def test_plans_are_alike_whatever_their_tensors_say():
 
 
 def test_every_kernel_is_started_by_launch():
-    """What starts a kernel in another way is missing on a tape."""
+    """A kernel that is started in another way would be missing on a tape."""
     started = re.compile(r"^\s*(?:\w+ = )?\w+\[[^\]=]*\]\((?!\s*\))", re.MULTILINE)
     kernels = {name for names in map(module_names, OPERATIONS) for name in names}
     for path in sorted(KERNELS.glob("*/*.py")):

@@ -20,11 +20,11 @@ class TovaOracle(LayerOracle):
         self.budget = budget
 
     def observe(self, query: np.ndarray, mass: np.ndarray, before: int) -> None:
-        """Sums over the query heads of each KV head come in: their sum is the mean over all heads, times how many they are."""
+        """`mass` has sums over the query heads of each KV head: their sum over the number of query heads is the mean."""
         self.last = mass[:, -1].sum(0) / len(query)
 
     def store(self, before: int) -> None:
-        """The least attended go until so many are left as the budget says."""
+        """Evicts the least attended tokens beyond the budget."""
         size = self.budget if isinstance(self.budget, int) else max(1, int(np.ceil(self.budget * self.prompt - 1e-9)))
         held = np.flatnonzero(self.tier[0] != EVICTED)[:-1]  # all heads hold the same
         kept = held[self.greatest(self.last[held], size - 1)]

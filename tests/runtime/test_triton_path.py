@@ -1,7 +1,7 @@
 """Whole generations through attention's kernels, interpreted, against the same generations through plain torch.
 
-Both answer the same tokens from nearly the same logits. Where a model has one layer its keys and values do not go through
-attention, and what is stored in the end is the same bit for bit; what is evicted or demoted goes by mass that rounds.
+Both give the same tokens from nearly the same logits. Keys and values of a model with one layer do not depend on attention, so that
+what is stored in the end is the same bit for bit; only evictions and demotions depend on attention mass, which is rounded.
 """
 
 import random
@@ -31,11 +31,11 @@ NEW = 4  # tokens; the interpreter takes its time
 # Kernels of attention by the operation that launches them.
 ATTENTION = {"attend": "attend", "desparsify_attend": "_attend"}
 
-# And what meets tokens beside their codes.
+# And the operation for outliers beside codes.
 SERVED = [*ATTENTION, "outliers"]
 
-# One case of every method whose tokens a kernel attends to. In no case does it where tokens lie in host memory, or where
-# other tokens are attended than are stored; and a window that nothing has left yet has no pages.
+# One case of every method whose pages a kernel reads. None does if all tokens are in host memory, or others are attended
+# than are stored (WITHOUT), or if no token has left the window, so that there are no pages (UNPACKED).
 QUICK = [
     "full", "rtn-4", "kivi-3-short", "kivi-2-calibrated", "zipcache-16-4-2", "mikv-8-2", "h2o", "tova", "snapkv", "streaming_llm",
     "gear-60", "gear_l", "uniform", "group_wise", "outlier_reduced", "csr-paper", "klt-short", "klt-after-rope", "klt-predicted",
@@ -43,8 +43,8 @@ QUICK = [
 ]  # fmt: skip
 WITHOUT = ["oracle", "offload"]
 UNPACKED = ["kivi-8", "kivi-4", "kivi-2", "kivi-4-calibrated"]
-# Corrected tokens in order, sparse ones with corrections, those of a dictionary alone, and codes of channels of keys before RoPE:
-# tile by tile.
+# Read tile by tile in torch: ordered stores with corrections, CSR with corrections or with offline atoms alone, and ZipCache's
+# keys before RoPE.
 IN_TILES = [
     "kivi-corrected",
     "rtn-twice",
@@ -54,19 +54,19 @@ IN_TILES = [
     "zipcache-before-frozen",
 ]
 
-# What a step launches that fetches tokens by their mass, besides masks for those that it has.
+# Kernels of a step that fetches tokens by their mass, besides `hide`, which masks those that are fetched already.
 FETCHING = {"attend", "exact", "sum_rows", "largest", "exchange_entries", "gather_rows"}
 
-# Rounded to 22 bits where a float32 model has 24, of the largest logit: 4 times that of a forward in float32.
+# Relative to the largest logit: kernels round to 22 bits, where float32 has 24: 4 times the tolerance of a float32 forward.
 ROUNDED = 4 * FORWARD[torch.float32]
 
-# Mass is a sum of such weights.
+# The tolerance of mass, a sum of weights that are rounded so.
 MASS = 2**-14
 
 
 @dataclass
 class Outcome:
-    """What one of the ways made of a run, and which kernels it launched."""
+    """The results of a run in plain torch or by kernels, and the kernels that it launched."""
 
     tokens: torch.Tensor
     logits: torch.Tensor
@@ -76,7 +76,7 @@ class Outcome:
 
 @pytest.fixture
 def both(monkeypatch):
-    """Runs a generation both ways; all operations but attention's in their plain form, or but `served`, unless `everything`."""
+    """Runs a generation in plain torch and by kernels: by those of the operations `served`, or of all, with `everything`."""
 
     def run(model, inputs, method, everything=False, served=SERVED, **asked):
         if not everything:
@@ -102,7 +102,7 @@ def outcome(monkeypatch, way, model, inputs, method, asked):
 
 
 def check(outcomes, tolerance=ROUNDED, launched="attend", same=True):
-    """The same tokens, logits within `tolerance` of the largest, and `same` what is stored."""
+    """Asserts the same tokens, logits within `tolerance` of the largest, and with `same` the same stored parts."""
     plain, mine = outcomes
     assert not plain.launched
     assert bool(mine.launched.get(ATTENTION[launched])) if launched else not mine.launched
@@ -159,7 +159,7 @@ def test_every_method_that_is_served_is_quick():
     ],
 )
 def test_with_all_operations(name, kernels, both):
-    """Nothing but kernels. Pursuit chooses either of two atoms whose products round alike: what is stored may differ then."""
+    """All by kernels. Pursuit may choose either of two atoms with nearly equal products, so that what is stored may differ."""
     case = BY_NAME[name]
     prompts = PROMPTS if name != "klt-trellis" else [44, 31]  # the interpreter takes seconds for a token's search
     outcomes = both(small(), left_padded(prompts), case, everything=True)
@@ -173,7 +173,7 @@ def test_with_all_operations(name, kernels, both):
     [("gear_l", 4, False), pytest.param("gear-calibrated", 4, True, marks=pytest.mark.slow)],
 )
 def test_low_rank_goes_with_the_codes(name, rank, scored, monkeypatch):
-    """Its coefficients are read beside the codes; scores are written where outliers of values wait for them alone."""
+    """Its coefficients are read in the launch for codes, which writes scores only if outliers of values need them."""
     alone(monkeypatch, *SERVED)
     monkeypatch.setenv("CALIB_KERNELS", "triton")
     launches = watch(monkeypatch, "attend")
@@ -206,7 +206,7 @@ def test_low_rank_goes_with_the_codes(name, rank, scored, monkeypatch):
     ids=str,
 )
 def test_what_lies_beside_codes(method, launched, both):
-    """Lists of rows' prompts and of blocks, which are pages, and coefficients of either; what no kernel takes is met in torch."""
+    """Outlier lists of prompts (records) and of blocks (pages), and low-rank coefficients; torch computes what no kernel does."""
     for served in (SERVED, [*ATTENTION]):
         mine = check(both(small(), left_padded([71, 61]), method, served=served, max_new_tokens=5))
         of_prompts, of_blocks = (mine.launched[kernel] > 0 for kernel in ("list_mixtures", "mixture_terms"))
@@ -224,7 +224,7 @@ def test_what_lies_beside_codes(method, launched, both):
     ids=str,
 )
 def test_sizes_and_predictions(changes, mixed, monkeypatch, both):
-    """In the same launch as codes, keys' codes mixed where values are predicted; two runs of tokens are merged."""
+    """They are read in the launch for codes, which also mixes keys' codes if values are predicted. Runs of two tiers are merged."""
     case = BY_NAME["klt-predicted"]
     options = {**case.options, **changes}
     case = replace(case, options={name: value for name, value in options.items() if value is not None})
@@ -237,7 +237,7 @@ def test_sizes_and_predictions(changes, mixed, monkeypatch, both):
 
 @pytest.mark.full
 def test_parts_are_joined(monkeypatch):
-    """One row has fewer heads than the device takes programs: several parts of its pages, joined with the window by its kernel."""
+    """One row has fewer heads than the device runs programs: its pages are split into parts, which the window's kernel joins."""
     alone(monkeypatch, *ATTENTION)
     case, model, inputs = BY_NAME["kivi-3-short"], small(), left_padded([140])
     mine = check([outcome(monkeypatch, way, model, inputs, case, {}) for way in ("reference", "triton")])
@@ -246,7 +246,7 @@ def test_parts_are_joined(monkeypatch):
 
 @pytest.fixture(scope="module")
 def embedded():
-    """The embedded model, and a keyed list of which it is asked for a number."""
+    """The embedded model, and a prompt of keyed lines that ends by asking for one line's number."""
     draw, tokenizer = random.Random(0), AutoTokenizer.from_pretrained(MODEL)
     words = draw.sample(WORDS, 6)
     lines = [f"line {word}: {draw.randrange(1000, 10000)}" for word in words]
@@ -277,7 +277,7 @@ def test_a_sliding_window(name, both):
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["rtn-4", "zipcache-short"])
 def test_a_soft_cap(name, both):
-    """And a scale of its own."""
+    """Gemma 2 also has its own scale of logits."""
     model = small("gemma2", layer_types=["full_attention"])
     check(both(model, left_padded(PROMPTS), BY_NAME[name]))
 
@@ -295,7 +295,7 @@ def test_a_soft_cap(name, both):
     ids=str,
 )
 def test_fetched_tokens(family, changes, both):
-    """In one launch with the window and the new tokens; and by what all tokens got, others are fetched, as plainly."""
+    """They are attended in one launch with the window and new tokens; the next ones, chosen by mass, are those of plain torch."""
     model = small(family, **({"layer_types": ["full_attention"]} if family == "gemma2" else {}))
     method = {"method": "specache", "k": 16, "residual": 32, **changes}
     mine = check(both(model, left_padded(PROMPTS), method, everything=True))
@@ -312,7 +312,7 @@ def test_beams(name, both):
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["kivi-2-short", "h2o"])
 def test_drafts(name, both):
-    """Several tokens are looked up, attended at once and partly taken back."""
+    """Several drafts are looked up and attended at once."""
     inputs = left_padded([100])
     inputs["input_ids"][:, 50:] = inputs["input_ids"][:, :50]  # something to look up
     mine = check(both(small(), inputs, BY_NAME[name], prompt_lookup_num_tokens=3))
@@ -360,13 +360,13 @@ def test_several_columns(name, monkeypatch):
 @pytest.mark.parametrize("name", ["kivi-3-short", "zipcache-short"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=lambda dtype: str(dtype).removeprefix("torch."))
 def test_models_of_16_bits(name, dtype, both):
-    """Queries and weights are rounded to 11 bits where they meet codes, and the output to the model's."""
+    """Queries and weights are rounded to 11 bits before products with codes, and the output to the model's dtype."""
     check(both(small(dtype=dtype), left_padded(PROMPTS), BY_NAME[name]), tolerance=FORWARD[dtype], same=False)
 
 
 @pytest.mark.parametrize(("value", "said"), [("trition", "'trition'"), ("triton", "TRITON_INTERPRET=1")])
 def test_what_the_variable_cannot_ask_for(value, said, monkeypatch):
-    """A wrong word, and kernels that no device here runs."""
+    """An unknown word, and Triton without a device that runs it."""
     monkeypatch.setenv("CALIB_KERNELS", value)
     monkeypatch.delenv("TRITON_INTERPRET")
     model = small()

@@ -16,7 +16,7 @@ CHANNELS = 64
 
 
 def density(t: np.ndarray, channels: int) -> np.ndarray:
-    """Of a coordinate of a uniformly random unit vector (lemma 1), without its constant."""
+    """The density of a coordinate of a uniformly random unit vector (lemma 1), without its constant."""
     return np.clip(1 - t**2, 0, None) ** ((channels - 3) / 2)
 
 
@@ -73,7 +73,7 @@ def test_a_tokens_codes_do_not_depend_on_what_is_encoded_with_it():
 
 @pytest.mark.parametrize("bits", [1, 2, 3, 4, 8])
 def test_what_is_stored_is_the_papers_algorithm(bits: int):
-    """Algorithm 1 of each token of a generation, from the keys and values that the model computed."""
+    """Every token of a generation against algorithm 1 on the keys and values that the model computed."""
     model = random_model("llama")
     given: dict[str, list[torch.Tensor]] = {"k_proj": [], "v_proj": []}
     ids = torch.randint(1, 100, (1, 50), generator=torch.Generator().manual_seed(1))
