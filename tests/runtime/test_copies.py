@@ -1,4 +1,4 @@
-"""Caches as objects: deep copies, moves between devices, two at once, and memory that beams and selections give back."""
+"""Caches as objects: deep copies, moves between devices, two at once, and memory that beams and selections free."""
 
 import copy
 from collections.abc import Iterator

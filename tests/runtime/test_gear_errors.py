@@ -42,7 +42,7 @@ def sample(seed: int, tokens: int) -> list[np.ndarray]:
     ids=str,
 )
 def test_outliers_lower_the_error_and_low_rank_lowers_it_further(options):
-    """Relative Frobenius error of x^, prompts of 200 ... 1000 tokens and blocks behind them, on every seed."""
+    """Relative Frobenius error of x^, prompts of 200 ... 1000 tokens and blocks after them, on every seed."""
     for seed in SEEDS:
         sizes = [200 + 40 * seed, 128]
         tokens, errors = sample(seed, sum(sizes)), []
@@ -93,7 +93,7 @@ KIVI = {"backbone": "kivi"}
     ids=str,
 )
 def test_low_rank_is_near_its_optimum_and_never_below(options, bits):
-    """Prompts of 200 ... 1000 tokens and blocks behind them, within 5 % on every seed."""
+    """Prompts of 200 ... 1000 tokens and blocks after them, within 5 % on every seed."""
     for seed in SEEDS:
         first, blocks = excess({"bits": bits, **options}, seed, [200 + 40 * seed, 2 * options["block"]])
         assert len(first) >= 2 and len(blocks) >= 4

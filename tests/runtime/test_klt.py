@@ -409,7 +409,7 @@ def test_it_needs_an_artifact_with_bases(model, artifact):
         ({"bits": 4}, "klt.before", (False, False)),
         ({"bits": 4, "predict": False}, None, (True, False)),
         ({"bits": 4, "size": False}, None, (False, False)),
-        ({"predict": True}, "klt.sized", (True, True)),  # which then says what is missing
+        ({"predict": True}, "klt.sized", (True, True)),  # the error then names what is missing
         ({"bits": 4, "rope": "after"}, None, (False, False)),
         ({"loss": 0.01}, None, (False, False)),
         # With these heads sizes take an eighth of a bit per value, and a budget below 0.375 bits has no room for them.

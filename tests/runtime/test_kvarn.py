@@ -1,4 +1,4 @@
-"""KVarN beside its paper in float64: the rotation, the scales of both axes, codes and scales as they are stored, and what stays
+"""KVarN against its paper in float64: the rotation, the scales of both axes, codes and scales as they are stored, and what stays
 exact."""
 
 import math

@@ -1,4 +1,4 @@
-"""KVQuant beside its paper in float64: what is stored of a generation, the outliers' rule, and what is refused."""
+"""KVQuant against its paper in float64: what is stored of a generation, the outliers' rule, and what is refused."""
 
 import numpy as np
 import oracle

@@ -1,4 +1,4 @@
-"""Bytes: predicted against every tensor the cache holds, by kind, per value, and nothing that grows beside the cache."""
+"""Bytes: predicted against every tensor the cache holds, by kind, per value; and no memory outside the cache grows."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What the memory report says beside `DynamicCache`: its bytes for the same tokens, and whether anything is encoded yet."""
+"""The memory report: bytes of `DynamicCache` for the same tokens, and whether anything is encoded yet."""
 
 import pytest
 import torch

@@ -287,7 +287,7 @@ def test_a_soft_cap(name, both):
     ("family", "changes"),
     [
         ("llama", {"speculative": False}),
-        ("llama", {"residual": {"keys": 32, "values": 31}}),  # windows of keys and values apart
+        ("llama", {"residual": {"keys": 32, "values": 31}}),  # windows of keys and values differ
         ("mistral-sliding", {}),
         pytest.param("mistral-sliding", {"speculative": False}, marks=pytest.mark.slow),
         pytest.param("gemma2", {}, marks=pytest.mark.slow),

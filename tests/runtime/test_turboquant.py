@@ -1,4 +1,4 @@
-"""TurboQuant beside its paper in float64: the table, the error its first theorem gives, codes and norms as they are stored."""
+"""TurboQuant against its paper in float64: the table, the error its first theorem gives, codes and norms as they are stored."""
 
 import numpy as np
 import oracle

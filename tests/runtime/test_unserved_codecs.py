@@ -1,4 +1,4 @@
-"""A codec that no kernel reads says so in one line, once a process."""
+"""A codec that no kernel reads gives a warning of one line, once a process."""
 
 import warnings
 from dataclasses import dataclass
