@@ -134,7 +134,7 @@ def test_heads_do_not_influence_each_other(case, model):
 
 
 def by_heads(cache) -> dict[str, torch.Tensor]:
-    """What is stored of row 0, `[heads, tokens, width]` each; the decoded tokens, if heads share a field (a list of outliers)."""
+    """What is stored of row 0, `[heads, tokens, width]` each; decoded tokens, if heads share a field such as a list of outliers."""
     parts = stored(cache, 0)
     if all(len(part) > 1 for part in parts.values()):
         return parts
