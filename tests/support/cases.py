@@ -1,7 +1,7 @@
-"""The table of methods: one row for each method and set of options that every parametrised test runs over.
+"""The table of methods: one row for each method and set of options; every test over all cases runs over its rows.
 
-A new method is a row here. `marginal_bits` is what one more token costs a value, at head_dim 64 in a 16-bit model; it is
-written down by hand and not computed, because it is what the method's documentation promises.
+Add a row for a new method. `marginal_bits` are the bits per value of one more token, with head_dim 64 and 2 KV heads in a 16-bit
+model, the mean of keys and values. They are worked out by hand from the method's documentation, so that tests compare with it.
 """
 
 from dataclasses import astuple, dataclass, field
@@ -49,24 +49,24 @@ class Case:
 
     @cached_property
     def plan(self) -> Plan:
-        """What it decides for a layer of a small model, and so what it does: the following are its plan's own words."""
+        """The method's plan for layer 0 of a small model. The properties below return what this plan says."""
         model = _small_model()
         artifact = calibrated_artifact(model) if self.artifact else None
         return build(self.method, self.options).plan(0, Geometry.of(model.config), artifact)
 
     @property
     def tiered(self) -> bool:
-        """Whether tokens lie in tiers, in any order, and some perhaps nowhere."""
+        """Whether tokens are stored in tiers, in any order; some may be evicted."""
         return not self.plan.in_order
 
     @property
     def observes(self) -> bool:
-        """Whether what is attended decides what is stored."""
+        """Whether attention decides what is stored."""
         return self.plan.observes
 
     @property
     def by_forwards(self) -> bool:
-        """Whether it matters in which forwards the tokens arrive: what is attended decides, or the prompt is a segment."""
+        """Whether the result depends on how tokens are split into forwards: attention decides, or a prompt is one segment."""
         return self.plan.by_forwards
 
     @property
@@ -76,21 +76,21 @@ class Case:
 
     @property
     def relocates(self) -> bool:
-        """Whether some tokens are met at other positions than their own."""
+        """Whether some tokens are attended at other positions than their own."""
         return self.plan.relocates
 
     @property
     def speculator(self) -> bool:
-        """Whether a decode step takes a guess along."""
+        """Whether a decode step also has a speculative token."""
         return self.plan.speculative
 
     @property
     def on_host(self) -> bool:
-        """Whether all tokens lie in host memory."""
+        """Whether every token is in host memory."""
         return self.plan.on_host
 
     def open(self, model: PreTrainedModel, seed: int = 0, graphs: bool = False) -> CompressedCache:
-        """An empty cache of this case on `model`."""
+        """Return an empty cache of this case for `model`, with the random artifact of `calibrated_artifact` if it reads one."""
         artifact = calibrated_artifact(model) if self.artifact else None
         return compress(model, method=self.method, artifact=artifact, seed=seed, graphs=graphs, **self.options)
 
@@ -103,7 +103,7 @@ CASES = [
     Case("kivi-8", "kivi", 9.0, {"bits": 8}),
     Case("kivi-4", "kivi", 5.0, {"bits": 4}),
     Case("kivi-2", "kivi", 3.0, {"bits": 2}),
-    # 3 bits are 3.25 at 64 channels: 5 codes a word.
+    # 3 bits are 3.25 at 64 channels: 5 codes a word, 13 words. And 32/32 for a scale and a zero point.
     Case("kivi-3-short", "kivi", 4.25, {"bits": 3, "residual": 32}, contract=True),
     Case("kivi-2-short", "kivi", 3.0, {"bits": 2, "residual": 32}, contract=True),
     Case("kivi-2-fine", "kivi", 4.0, {"bits": 2, "group": 16, "residual": 48}),
@@ -139,12 +139,12 @@ CASES = [
         {"bits": {"keys": 8, "values": 2}, "clip": {"keys": None, "values": 0.9}, "statistics": "calibrated"},
         artifact=True,
     ),
-    # In other coordinates codes and parameters are the same ones.
+    # A rotation changes neither the number of codes nor that of parameters.
     Case("rtn-4-hadamard", "rtn", 4.5, {"bits": 4, "basis": "hadamard"}),
     Case("rtn-2-rotated", "rtn", 2.5, {"bits": 2, "basis": "calibrated"}, artifact=True),
     Case("kivi-2-hadamard", "kivi", 3.0, {"bits": 2, "residual": 32, "basis": "hadamard"}),
-    # Values have a scale and a zero point a token: 32/64 bits. Keys have none. 3.2 for the codes, half of .5.
-    # And 24/n a tier for ranges of keys (32 bits a channel) and scales of values (16) of a block of n tokens.
+    # Codes take 3.2. Values have a scale and a zero point a token, 32/64 bits, keys none: .25 in the mean.
+    # A block of n tokens has ranges of keys (32 bits a channel) and scales of values (16): 24/n for each tier.
     Case("zipcache-short", "zipcache", 3.45 + 4.8, {"recompress": 10}, contract=True),
     Case("zipcache", "zipcache", 3.45 + 1.2, {"recompress": 40}),
     Case("zipcache-frozen", "zipcache", 3.45, {"recompress": 40, "refresh": False}),
@@ -152,10 +152,10 @@ CASES = [
     Case(
         "zipcache-before-frozen",
         "zipcache",
-        2 + 0.25,  # a token's position, by which its key is turned
+        2 + 0.25,  # half of 32/64 for a value's scale and zero point; in a single tier positions are not stored
         {"tiers": [[2, 1.0]], "recompress": 40, "rope": "before", "refresh": False},
     ),
-    # One scale and zero point for a token's 2 heads.
+    # One scale and zero point for a token's 2 heads: 3.2 + .125.
     Case("zipcache-layer", "zipcache", 3.325 + 1.2, {"recompress": 40, "salient_set": "layer", "scope": "layer"}),
     # A tenth at 16 bits without parameters: 1.6 + 2 + .8 + .9 * .25.
     Case("zipcache-16-4-2", "zipcache", 4.625 + 1.2, {"tiers": [[16, 0.1], [4, 0.5], [2, 0.4]], "recompress": 40}),
@@ -180,7 +180,8 @@ CASES = [
         {"recompress": 20, "ratio": 0.8, "statistics": "calibrated", "clip": 0.9},
         artifact=True,
     ),
-    # In the end every token is retained: 2 + 32/32 (half a head has a scale and a zero point), and its position: 32/(2 * 64).
+    # In the long run a new token is demoted to the retained bits: 2 + 32/32 (half a head has a scale and a zero point), and its
+    # position: 32/(2 * 64).
     Case("mikv-16-2", "mikv", 3.25, {"ratio": 0.08, "important": 16, "retained": 2}, contract=True),
     Case("mikv-8-2", "mikv", 3.25, {"important": 8, "retained": 2, "balancer": False}, contract=True),
     Case(
@@ -197,11 +198,11 @@ CASES = [
         4.25,
         {"ratio": 0.1, "important": {"keys": 16, "values": 8}, "retained": {"keys": 4, "values": 2}},
     ),
-    # Larger than the shorter prompts.
+    # A budget that is larger than the shorter prompts.
     Case("mikv-budget", "mikv", 5.25, {"budget": 200, "recent": 30, "retained": 4}),
-    # Other tokens are important: a scored sample of rows and no recent token, the newest alone, each head by a choice of its own.
+    # Other policies for important tokens: mean attention of a sample of rows, without recent tokens; the newest; a choice by head.
     Case("mikv-normalised", "mikv", 3.25, {"ratio": 0.1, "important": 4, "policy": "normalised", "recent": 0}),
-    # Keys by channel: 2 bits; values 2 + 32/32; and positions.
+    # Keys by channel: 2 bits; values: 2 + 32/32; a position: .25.
     Case(
         "mikv-channel",
         "mikv",
@@ -235,22 +236,22 @@ CASES = [
     Case("kvarn-2", "kvarn", 3.375, {"bits": 2, "tile": 24, "sinks": 0}),
     Case("h2o", "h2o", 0.0, {"heavy": 0.05, "recent": 0.05}, contract=True),
     Case("tova", "tova", 0.0, {"budget": 0.1}, contract=True),
-    # What follows the prompt is kept as it is.
+    # Tokens after the prompt are kept exactly.
     Case("snapkv", "snapkv", 16.0, {"budget": 0.15, "window": 4}, contract=True),
-    # With positions inside the cache and in `oracle` attention is not that over what is held, which is what the contract
-    # compares with; test_importance and test_generation have them.
+    # Not in the contract, which compares with attention over the stored tokens: with positions inside the cache, and in `oracle`,
+    # attention differs from that. test_importance and test_generation cover both.
     Case("streaming_llm", "streaming_llm", 0.0, {"window": 40}),
     Case("streaming_llm-original", "streaming_llm", 0.0, {"window": 60, "positions": "original"}, contract=True),
     Case("oracle", "oracle", 16.0),
     # Blocks of 20 tokens, 2 KV heads. Keys: 4 + ranges 32/20 + outliers 2 (16 + 8)/20 a channel + factors 32/64 + 32/20;
     # values: 4 + 32/128 + 2 (16 + 8)/128 + 32/64 + 32/20.
     Case("gear", "gear", 8.4125),
-    # The same with thirds of the numbers that a block shares.
+    # The same, with a third of the share for numbers that belong to a block.
     Case("gear-60", "gear", 6.0125, {"block": 60}, contract=True),
-    # Keys as of `gear`: 10.1; values without factors: 2 + 32/128 + 2 (16 + 8)/128.
+    # Keys as in `gear`: 10.1; values without factors: 2 + 32/128 + 2 (16 + 8)/128.
     Case("gear-keys-rank", "gear", 6.3625, {"bits": {"keys": 4, "values": 2}, "rank": {"keys": 4, "values": 0}}),
     Case("gear-per-head", "gear", 8.725, {"per_head": True}),
-    # 32/2560 for the range, 50 outliers of 32 bits, one factor of 20 + 128 numbers.
+    # A block is one matrix of 20 x 128 values: 32/2560 for its range, 50 outliers of 32 bits, rank 1: factors of 20 + 128 numbers.
     Case("gear-paper", "gear", 5.5625, {"variant": "paper"}, contract=True),
     Case("gear-kivi", "gear", 4.0625, {"backbone": "kivi"}),
     Case(
@@ -265,7 +266,7 @@ CASES = [
     Case("uniform", "uniform", 4.0125),
     Case("group_wise", "group_wise", 5.6),
     Case("outlier_reduced", "outlier_reduced", 5.6125),
-    # The same corrections over other methods. 36 and 24 tokens of a block go to the two tiers, and share their factor.
+    # The same corrections over other methods. Of a block, 36 and 24 tokens go to the two tiers and share a factor in each.
     Case(
         "zipcache-corrected",
         "zipcache",
@@ -281,7 +282,7 @@ CASES = [
         artifact=True,
     ),
     Case("kivi-corrected", "kivi", 3.75, {"residual": 32, "corrections": {"outliers": 0.05}}),
-    # 8 coefficients of 16 bits and 8 indices of 9: 2 KV heads have 512 atoms where there is no artifact.
+    # 8 coefficients of 16 bits and 8 indices of 9: without an artifact 2 KV heads have 512 atoms.
     Case("csr", "csr", 3.125),
     # 64 atoms, 6 bits an index.
     Case("csr-short", "csr", 2.75, {"online": 64, "window": 20, "block": 8}, contract=True),
@@ -294,7 +295,7 @@ CASES = [
         artifact=True,
         contract=True,
     ),
-    # 160 atoms, 8 bits, beside 8.
+    # 160 atoms: indices of 8 bits, and coefficients of 8.
     Case("csr-both", "csr", 2.0, {"online": 64, "coefficients": "fp8", "pursuit": "orthogonal"}, artifact=True),
     Case("csr-paper", "csr", 2.0, {"sparsity": 4, "index": "int16", "online": 64, "window": 0, "block": 1}),
     # A fifth at 352 bits a token and head, the rest at 88, and every token's position: 32/(2 * 64).
@@ -307,7 +308,7 @@ CASES = [
         {"sparsity": 4, "online": 64, "window": 0, "block": 20, "corrections": {"outliers": 0.02, "residual_bits": 2}},
         contract=True,
     ),
-    # The budget, whole words of 16 bits being what is shared out.
+    # The budget, which is allocated in whole words of 16 bits.
     Case(
         "klt-short",
         "klt",
@@ -340,7 +341,7 @@ CASES = [
         {"tiers": [[3, 0.2], [1, 0.8]], "size": True, "predict": True, "trellis": False, "block": 20},
         artifact=True,
     ),
-    # Of u and free bits the budget; what a token's path is takes no bit.
+    # The budget: a code of b bits is one path bit and b - 1 free ones.
     Case(
         "klt-trellis",
         "klt",
@@ -364,7 +365,7 @@ CASES = [
         artifact=True,
         contract=True,
     ),
-    # A fifth at 4 bits, the rest at 1; after RoPE nobody asks for positions.
+    # A fifth at 4 bits, the rest at 1. Keys are stored after RoPE, so positions are not.
     Case(
         "klt-after-rope-tiers",
         "klt",
@@ -376,13 +377,13 @@ CASES = [
     Case("kvquant", "kvquant", 4.5, artifact=True, contract=True),
     # 3 bits: 13 words of 5 codes; values have a range.
     Case("kvquant-3-dense", "kvquant", 3.375, {"bits": 3, "outliers": 0, "sinks": 3}, artifact=True),
-    # Nothing on the device, everything on the host.
+    # Everything is in host memory, nothing on the device.
     Case("offload", "offload", 0.0, contract=True),
-    # The low-bit copy alone: what is fetched is the same 16 tokens' room.
+    # The low-bit copy alone: there is memory for 16 fetched tokens, whatever the length.
     Case("specache", "specache", 3.0, {"k": 16, "residual": 32}, contract=True),
     Case("specache-late", "specache", 3.0, {"k": 16, "residual": 32, "speculative": False}, contract=True),
     Case("specache-rotated", "specache", 3.0, {"k": 16, "residual": 32, "basis": "calibrated"}, artifact=True),
-    # 2 of 8 keys of 16 bits.
+    # On the device, 2 of a block's 8 keys at 16 bits, and no values.
     Case("infllm", "infllm", 2.0, {"initial": 8, "window": 40, "block": 8, "representatives": 2, "fetched": 3}),
     Case(
         "infllm-blocks",
@@ -401,12 +402,12 @@ CASES = [
             "representatives": 1,
             "fetched": 1,
             "positions": "original",
-            # Prompts by blocks are no prompt's attention: tests/runtime/test_block_prefill.py.
+            # Prefill by blocks is not full attention over the prompt: tests/runtime/test_block_prefill.py tests it.
             "prefill": "exact",
         },
         contract=True,
     ),
-    # 2.5 and the same again for what that got wrong.
+    # 2.5, and the same again for the quantised residual.
     Case("rtn-twice", "rtn", 5.0, {"bits": 2, "corrections": {"residual_bits": 2}}),
 ]
 
@@ -419,7 +420,7 @@ def _small_model() -> PreTrainedModel:
 
 
 def calibrated_artifact(model: PreTrainedModel) -> Artifact:
-    """Every tensor the methods read, random but plausible for the geometry of `model`; nothing is symmetric or equal."""
+    """An artifact with every tensor that methods read: random, of plausible size for `model`, without symmetric or equal parts."""
     shape = astuple(Geometry.of(model.config))
     draw = torch.Generator().manual_seed(3)
     tensors = {}

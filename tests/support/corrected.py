@@ -1,6 +1,6 @@
-"""What a corrected codec holds, entry by entry: x^ = D + A B^T + S, float64, from the stored fields alone.
+"""Float64 decoding of corrected codecs (GEAR): x^ = D + A B^T + S, from the stored fields alone, without code of the kernels.
 
-A list of outliers is met one after the other, factors one segment after the other; no code of the kernels.
+Outliers are added entry by entry, low-rank factors head by head and segment by segment. T is tokens, D (as a shape) channels.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from calib.runtime.stages.correction import LowRank, Outliers
 
 
 def corrected(codec: Corrected, block: Mapping[str, Tensor], x: np.ndarray) -> np.ndarray:
-    """Adds to `x [..., kv_heads, T, D]`, what the codec inside has made, what the corrections hold."""
+    """Return `x [..., kv_heads, T, D]`, the tokens decoded by the inner codec, with the stored corrections added."""
     x = x.copy()
     if codec.low_rank is not None:
         add_factors(codec.low_rank, block, x)
@@ -23,7 +23,7 @@ def corrected(codec: Corrected, block: Mapping[str, Tensor], x: np.ndarray) -> n
 
 
 def add_factors(low_rank: LowRank, block: Mapping[str, Tensor], x: np.ndarray) -> None:
-    """A B^T of every head and segment; the basis of an artifact is one for all tokens."""
+    """Add A B^T of every head and segment to `x`. A calibrated basis B is the same for all tokens."""
     heads, tokens, channels = x.shape[-3:]
     coefficients = block["low_rank.coefficients"].double().numpy()
     rank = coefficients.shape[-1]
@@ -42,7 +42,7 @@ def add_factors(low_rank: LowRank, block: Mapping[str, Tensor], x: np.ndarray) -
 
 
 def add_outliers(outliers: Outliers, block: Mapping[str, Tensor], x: np.ndarray) -> None:
-    """Every stored entry at its position."""
+    """Add every stored outlier to `x` at its token and channel."""
     heads, tokens, channels = x.shape[-3:]
     delta = block["outliers.delta"].double().numpy()
     if "outliers.starts" in block:
@@ -65,8 +65,11 @@ def add_outliers(outliers: Outliers, block: Mapping[str, Tensor], x: np.ndarray)
 
 
 def add_list(fields: Mapping[str, Tensor], delta: np.ndarray, x: np.ndarray) -> None:
-    """Of a row `x [kv_heads, T, D]`, head by head and stretch by stretch: keys' lists tell where each token begins, values' each
-    entry's channel and token."""
+    """Add the outlier lists of one row to `x [kv_heads, T, D]`, span by span of up to 512 tokens.
+
+    Lists of keys store each entry's channel and, in `begins`, where a token's entries begin in its span. Lists of values have no
+    `begins`; they store channel * span + token in the span, which rises when every 32nd entry is read, lane after lane.
+    """
     (heads, tokens, channels), delta = x.shape, delta.reshape(-1)
     span = min(512, 2 ** (16 - (channels - 1).bit_length()))
     index, starts = unsigned(fields["index"]).reshape(-1), fields["starts"].numpy().reshape(heads, -1)
@@ -85,7 +88,7 @@ def add_list(fields: Mapping[str, Tensor], delta: np.ndarray, x: np.ndarray) -> 
 
 
 def unsigned(index: Tensor | None) -> np.ndarray | None:
-    """Stored positions as numbers: 16 bits have no sign."""
+    """Stored indices as int64; int16 ones are read as unsigned."""
     if index is None:
         return None
     found = index.numpy()

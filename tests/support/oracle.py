@@ -1,6 +1,7 @@
-"""What the cache should hold and answer, worked out another way: float64, from the formulas, no code of the kernels.
+"""Float64 oracle: decodes what a cache stores, and computes attention over it, without code of the kernels.
 
-Written from the formulas (docs of `kernels/pack` and `kernels/quantise`), so that a mistake there is not repeated here.
+Written from the formulas in the docs of `kernels/pack` and `kernels/quantise`, so that a mistake in a kernel is not repeated here.
+g_t and g_c are the tokens and channels of a quantisation group, W the packed words of a token, P the planes of a word.
 """
 
 import math
@@ -49,12 +50,12 @@ from calib.runtime.stages.transform import (
 from calib.runtime.tiered.row_transform import RowTransform
 from calib.runtime.tiered.store import TieredStore
 
-# Stands for tokens that a sliding window left behind: who attends to it is found out at once.
+# Filled in for tokens that a sliding window has dropped: so large that attention to them fails a comparison.
 GARBAGE = 1e3
 
 
 def parameters(x: np.ndarray, bits: int, clip: float) -> tuple[float, float]:
-    """Scale and zero point of one group of values `x`."""
+    """Scale and zero point of one group of values `x`, whose range is narrowed about its middle by the factor `clip`."""
     high, low = float(x.max()), float(x.min())
     middle, half = (high + low) / 2, clip * (high - low) / 2
     return 2 * half / (2**bits - 1), middle - half
@@ -66,12 +67,12 @@ def level(x: np.ndarray, scale: np.ndarray, zero: np.ndarray) -> np.ndarray:
 
 
 def codes_at(level: np.ndarray, bits: int) -> np.ndarray:
-    """floor, then clamp: ties go to the upper level."""
+    """Codes of `level`: floor, then clamp to 0 ... 2^bits - 1. A tie goes to the upper level."""
     return np.clip(np.floor(level), 0, 2**bits - 1)
 
 
 def spread(parameter: np.ndarray, tokens: int, channels: int) -> np.ndarray:
-    """A group parameter `[..., T/g_t, D/g_c]` at each of its values `[..., T, D]`."""
+    """A group parameter `[..., T/g_t, D/g_c]`, repeated for each value of its group: `[..., T, D]`."""
     if not tokens:
         return parameter.repeat(channels // parameter.shape[-1], -1)
     return parameter.repeat(tokens // parameter.shape[-2], -2).repeat(channels // parameter.shape[-1], -1)
@@ -94,8 +95,8 @@ def unpacked(words: np.ndarray, bits: int, channels: int) -> np.ndarray:
 
 
 def mixed(words: np.ndarray, widths: tuple[int, ...], counts: tuple[int, ...]) -> np.ndarray:
-    """Components, float64 `[..., kv_heads, T, P max(counts)]`, of a row of all heads' words `[..., 1, T, W]`; what no word holds
-    is NaN."""
+    """Components of `MixedQuant`, float64 `[..., kv_heads, T, P max(counts)]`, from the words of all heads side by side,
+    `[..., 1, T, W]`. Word n of a head holds its components n + p max(counts), one of each plane p; the others are NaN."""
     most, unsigned = max(counts), words[..., 0, :, :].view(np.uint16)
     found = np.full((*unsigned.shape[:-2], len(counts), unsigned.shape[-2], len(widths) * most), np.nan)
     for head, count in enumerate(counts):
@@ -107,7 +108,7 @@ def mixed(words: np.ndarray, widths: tuple[int, ...], counts: tuple[int, ...]) -
 
 
 def decoded(codec: Codec, block: Mapping[str, Tensor], channels: int, online: Tensor | None = None) -> Tensor:
-    """Encoded tokens before their transform is undone: float64 `[..., kv_heads, T, channels]`; `online` a row's own atoms."""
+    """Decode `block`, but do not undo the transform: float64 `[..., kv_heads, T, channels]`; `online`, the row's atoms (CSR)."""
     if isinstance(codec, Exact):
         return block["exact"].double()
     if isinstance(codec, Sparse):
@@ -150,13 +151,13 @@ def decoded(codec: Codec, block: Mapping[str, Tensor], channels: int, online: Te
 
 
 def decoded_page(stream: Stream, page: int | list[int]) -> Tensor:
-    """One page of a stream as tokens: float64 `[kv_heads, slots, head_dim]`, the transform undone; a list stacks."""
+    """Decode one page of a stream and undo its transform: float64 `[kv_heads, slots, head_dim]`; a list of pages is stacked."""
     block = {name: tensor[page] for name, tensor in stream.pool.tensors.items()}
     return stream.plan.transform.inverse(decoded(stream.plan.codec, block, stream.head_dim))
 
 
 def undone(transform: RowTransform, row: int, y: Tensor) -> Tensor:
-    """The tokens of one row `[kv_heads, T, head_dim]` as they were before a tier's transform."""
+    """Undo a tier's transform: transformed tokens `y [kv_heads, T, ...]` of one row -> float64 `[kv_heads, T, head_dim]`."""
     own = {name: getattr(value, "tensor", value) for name, value in vars(transform.stage).items()}
     own = {name: value.double() for name, value in own.items() if isinstance(value, Tensor)}
     if transform.measured is not None:
@@ -177,8 +178,8 @@ def undone(transform: RowTransform, row: int, y: Tensor) -> Tensor:
 
 
 class Held(NamedTuple):
-    """What is held of one row: float64 `keys`, `values [kv_heads, count, head_dim]`, and the `positions` of the tokens in the
-    row, int64 `[kv_heads, count]`; None where a tier does not keep them."""
+    """Decoded tokens of one row: float64 `keys` and `values [kv_heads, count, head_dim]`, and their `positions` in the row,
+    int64 `[kv_heads, count]`, or None if a tier of the store does not know its tokens' positions."""
 
     keys: Tensor
     values: Tensor
@@ -186,9 +187,10 @@ class Held(NamedTuple):
 
 
 def held_tokens(layer: CompressedLayer, row: int) -> Held:
-    """All tokens a layer holds of one row: in order, GARBAGE where it let go; those of tiers in any order.
+    """All tokens that a layer stores of one row.
 
-    Of a store in two places those that the device has by itself, as it has them.
+    An ordered store gives them in order of position, with GARBAGE for tokens that were dropped; a tiered store in any order. Of an
+    `OffloadStore` these are the tokens of its device store `low`, without those fetched from the host.
     """
     store = layer.store
     return held_by(store.low if isinstance(store, OffloadStore) else store, row)
@@ -203,8 +205,8 @@ def held_by(store: OrderedStore | TieredStore, row: int) -> Held:
 
 
 def in_order(store: OrderedStore, stream: Stream, row: int) -> Tensor:
-    """All tokens a stream holds of one row, in order: float64 `[kv_heads, length, head_dim]`; GARBAGE where it let go. Keys that
-    lie in pages without their bias have it again, R_t b at position t."""
+    """All tokens that a stream stores of one row, in order of position: float64 `[kv_heads, length, head_dim]`, with GARBAGE for
+    tokens that were dropped. To keys stored without their bias b, R_t b is added at position t."""
     length, schedule = store.sequences.lengths[row], stream.plan.schedule
     packed, ring = schedule.packed(length), stream.window.tokens[row].double()
     exact = ring[:, [token % schedule.window() for token in range(packed, length)]]
@@ -223,7 +225,8 @@ def in_order(store: OrderedStore, stream: Stream, row: int) -> Tensor:
 
 
 def biases(stream: Stream, count: int) -> Tensor:
-    """R_t b of a row's first tokens, float64 `[kv_heads, count, head_dim]`, as the model scales what RoPE turns."""
+    """R_t b at the positions t < `count`, float64 `[kv_heads, count, head_dim]`; rotated channels are also multiplied by the
+    model's RoPE scaling."""
     bias, rotation = stream.plan.transform.bias.double(), stream.rotation
     turned = 2 * len(rotation.frequencies)
     scale = torch.tensor([rotation.scaling] * turned + [1.0] * (bias.shape[-1] - turned), dtype=torch.float64)
@@ -231,7 +234,7 @@ def biases(stream: Stream, count: int) -> Tensor:
 
 
 def in_tiers(store: TieredStore, row: int) -> Held:
-    """The tokens of one row: tier by tier in the order of their slots, then the window."""
+    """All tokens that a tiered store holds of one row: tier by tier in the order of their slots, then the exact window."""
     length = store.sequences.lengths[row]
     parts: list[list[Tensor]] = [[], [], []]
     for tier, table, count in zip(store.tiers, store.sequences.tables, store.sequences.held(row, length), strict=False):
@@ -257,7 +260,7 @@ def in_tiers(store: TieredStore, row: int) -> Held:
                 predicted = predictions(tier.plan.prediction, widths, y)
         if tier.plan.prediction is not None:
             parts[1][-1] = parts[1][-1] + predicted
-        if tier.knows_positions:  # where nothing says otherwise slot t holds token t of those behind the sinks
+        if tier.knows_positions:  # without stored positions, slot t holds the t-th token after the sinks
             in_order = kept_first(store) + torch.arange(count).expand(store.heads, count)
             parts[2].append(block["positions"][..., 0].long() if tier.stores_positions else in_order)
         if store.plan.before_rope:
@@ -274,7 +277,10 @@ def in_tiers(store: TieredStore, row: int) -> Held:
 
 
 def predictions(prediction: Prediction, widths: tuple[int, ...], y: Tensor) -> Tensor:
-    """What components `y [kv_heads, T, N]` of decoded keys say of their values: a half step of b bits is 2^-b."""
+    """Values predicted from decoded key components `y [kv_heads, T, N]`, float64 `[kv_heads, T, D]`, without the values' mean.
+
+    `widths` are the bit widths of the planes of `y`: a component of b bits is counted in half steps of 2^-b.
+    """
     fields = y.shape[-1] // len(widths)
     half_steps = y.nan_to_num() * torch.tensor(
         [2.0**width for width in widths for _ in range(fields)], dtype=torch.float64
@@ -283,19 +289,19 @@ def predictions(prediction: Prediction, widths: tuple[int, ...], y: Tensor) -> T
 
 
 def kept_first(store: TieredStore) -> int:
-    """Tokens that never leave the window."""
+    """Number of first tokens that stay in the exact window for ever (sinks)."""
     return store.plan.tiering.sinks if isinstance(store.plan.tiering, RatioTiers) else 0
 
 
 def in_window(store: TieredStore, row: int, length: int) -> Tensor:
-    """The positions of the tokens in the exact window when a row holds `length`: its sinks and its newest."""
+    """Positions of the tokens in the exact window of a row of `length` tokens: its sinks and its newest ones, int64 `[exact]`."""
     exact = store.sequences.exact(row, length)
     first = min(kept_first(store), exact)
     return torch.cat([torch.arange(first), torch.arange(length - exact + first, length)])
 
 
 def contents(cache: CompressedCache) -> list[list[Held]]:
-    """What each compressed layer holds of each row."""
+    """The stored tokens of every row of every compressed layer, as `[layer][row]`."""
     return [
         [held_tokens(layer, row) for row in range(len(cache.sequences.lengths))]
         for layer in cache.compressed
@@ -304,9 +310,9 @@ def contents(cache: CompressedCache) -> list[list[Held]]:
 
 
 def rotated(x: Tensor, frequencies: Tensor, positions: int | Tensor) -> Tensor:
-    """RoPE by `positions` more: of the first 2 r channels (i, i + r) turn by `positions` x `frequencies [r]`.
+    """Rotate `x [..., T, D]` (RoPE): each channel pair (i, i + r) of the first 2 r channels by `positions` x `frequencies [r]`.
 
-    Positions of tokens, `[..., T, 1]`, each for its own.
+    `positions` is one number for all tokens, or a tensor `[..., T, 1]`. Channels from 2 r on stay as they are.
     """
     count = len(frequencies)
     first, second, rest = x.double().split([count, count, x.shape[-1] - 2 * count], -1)
@@ -325,12 +331,13 @@ def attention(
     kept: float | None = None,
     sinks: tuple[int, Tensor] | None = None,
 ) -> Tensor:
-    """Causal attention of one row in float64, the last query at the last key, one query at a time.
+    """Causal attention of one row in float64, one query at a time; the last query has the position of the last key.
 
-    `query [heads, n, D]`, `keys` and `values [kv_heads, total, D]` -> `[heads, n, D]`. `positions [kv_heads, total]` are the
-    tokens' own positions where they do not lie in order, -1 where there is none; the last n are the queries'. Oracle eviction
-    keeps the share `kept` of the tokens there would be without holes, those of the greatest logits. The first of `sinks`
-    tokens are met with the queries given beside their number.
+    `query [heads, n, D]`, `keys` and `values [kv_heads, total, D]` -> `[heads, n, D]`. `positions [kv_heads, total]` are needed
+    if the tokens are not in order of position: -1 masks a token, and the last n are those of the queries. `sliding` is the window
+    in tokens. `kept` is the share of oracle eviction: a query attends only to its keys of largest logits, max(1, floor(kept c)) of
+    them, c being its position + 1, at most `sliding`. `sinks` is (count, queries `[heads, n, D]`): the logits of the first
+    `count` keys use these queries.
     """
     heads, length, _ = query.shape
     total, group = keys.shape[1], heads // keys.shape[0]

@@ -1,6 +1,6 @@
-"""What a sparse codec holds, token by token: x^ = sum of coefficient * atom, float64, from the stored bytes alone.
+"""Float64 decoding of the sparse codec (CSR): x^ = sum of coefficient * atom, from the stored bytes alone.
 
-Written from kernels/pack/README.md and the formats' description; no code of the kernels.
+Written from kernels/pack/README.md and the formats' description, without code of the kernels.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,10 @@ from calib.runtime.stages.codec import Sparse
 
 
 def numbers(packed: np.ndarray, width: int, count: int) -> np.ndarray:
-    """Numbers `[..., count]` of `width` bits from bytes `[..., B]`: parts of 8, 4, 2 and 1 bits, each plane by plane."""
+    """Unpack `count` numbers of `width` bits, int64 `[..., count]`, from `packed` bytes `[..., B]`.
+
+    A number is split into parts of 8, 4, 2 and 1 bits, lowest bits first; each part of all numbers is packed plane by plane.
+    """
     found, at, first = np.zeros((*packed.shape[:-1], count), dtype=np.int64), 0, 0
     for size in [8] * (width // 8) + [size for size in (4, 2, 1) if width % 8 & size]:
         run = -(-count * size // 8)
@@ -27,7 +30,7 @@ def numbers(packed: np.ndarray, width: int, count: int) -> np.ndarray:
 
 
 def coefficients(codec: Sparse, block: Mapping[str, Tensor]) -> np.ndarray:
-    """Coefficients as stored, float64 `[..., pairs]`."""
+    """The stored coefficients, float64 `[..., pairs]`: float16, fp8 (e4m3) bytes, or signed codes times a scale."""
     form, kept = codec.coefficients.form, block["coefficients"]
     if form == "fp16":
         return kept.double().numpy()
@@ -42,7 +45,8 @@ def coefficients(codec: Sparse, block: Mapping[str, Tensor]) -> np.ndarray:
 
 
 def summed(codec: Sparse, block: Mapping[str, Tensor], channels: int, online: Tensor | None) -> Tensor:
-    """x^ `[..., kv_heads, T, channels]` over the offline atoms and the row's own, `online [M, channels / chunks]`."""
+    """x^, float64 `[..., kv_heads, T, channels]`. Atoms are numbered from the codec's offline ones on, followed by the row's
+    `online [M, channels / chunks]`."""
     parts = [part.double().numpy() for part in (codec.offline and codec.offline.tensor, online) if part is not None]
     atoms = np.concatenate(parts)
     indices = block["indices"].numpy()

@@ -1,4 +1,4 @@
-"""Toy models and a toy artifact, small enough to be made for every test that wants its own."""
+"""Toy models and a toy artifact with random tensors, small enough that every test can make its own."""
 
 import torch
 from transformers import (
@@ -30,7 +30,7 @@ SHAPE = {
     "max_position_embeddings": 128,
 }
 CLIP_BITS = (1, 2, 3, 4)
-# What a fit would record of the dictionaries in `toy_tensors`.
+# Figures as a fit records them for the dictionaries in `toy_tensors`.
 TOY_FIGURES = [
     {"stream": "keys", "group": 0, "layers": [0], "initial_loss": 0.2, "loss": 0.1, "epochs": 3, "dead": 5},
     {"stream": "keys", "group": 1, "layers": [1], "initial_loss": 0.4, "loss": 0.3, "epochs": 2, "dead": 0},
@@ -45,7 +45,7 @@ def toy_model(family: str = "llama", seed: int = 0, **changes: object) -> PreTra
 
 
 def toy_tensors() -> dict[str, torch.Tensor]:
-    """Random tensors of every registered name for `toy_model()`, and two names nobody registered."""
+    """Random tensors for `toy_model()`: every kind of registered name, and two names that are not registered."""
     generator = torch.Generator().manual_seed(1)
     per_channel = (2, 2, 8)
     tensors = {
@@ -71,13 +71,16 @@ def toy_tensors() -> dict[str, torch.Tensor]:
     return tensors
 
 
-# Steps and errors of Max's uniform quantisers of a Gaussian (1960), 1 ... 8 bits.
+# Of Max's uniform quantisers of a unit Gaussian (1960): steps at 1 ... 8 bits, mean squared errors at 0 ... 8 bits.
 STEPS = (1.596, 0.9957, 0.586, 0.3352, 0.1881, 0.1041, 0.0569, 0.0308)
 ERRORS = (1.0, 0.3634, 0.1188, 0.03744, 0.01154, 0.00349, 0.00104, 0.000304, 0.0000876)
 
 
 def toy_components(shape: tuple[int, int, int], generator: torch.Generator) -> dict[str, torch.Tensor]:
-    """What `klt` reads, for channels of about unit variance: turned axes, heads and layers of unlike weight; and loss curves."""
+    """The tensors that `klt` reads, for channels of about unit variance; `shape` is (layers, kv_heads, head_dim).
+
+    Bases are rotated, and their weights differ between heads and layers. The loss curves are `klt.loss` and `klt.before.loss`.
+    """
     layers, heads, channels = shape
     before = torch.tensor([[0.001, 0.0005], [0.01, 0.004], [0.5, 0.3]])
     tensors = {"klt.before.loss": before, "klt.loss": before * torch.tensor([1.0, 3.0])}
@@ -92,7 +95,10 @@ def toy_components(shape: tuple[int, int, int], generator: torch.Generator) -> d
 
 
 def toy_predictions(tensors: dict[str, torch.Tensor], generator: torch.Generator) -> dict[str, torch.Tensor]:
-    """What `klt` reads with sizes and predictions: steps somewhat narrower than without, turned axes of what is left of values."""
+    """The tensors that `klt` reads in addition with `size` and `predict`; `tensors` are those of `toy_components`.
+
+    Steps are somewhat narrower than without sizes, and the basis of the values' prediction residual is rotated.
+    """
     found = {}
     for name, plain in (("keys.klt.sized", "keys.klt.before"), ("values.klt.sized", "values.klt")):
         found |= {
@@ -109,7 +115,10 @@ def toy_predictions(tensors: dict[str, torch.Tensor], generator: torch.Generator
 
 
 def toy_storage(shape: tuple[int, int, int], generator: torch.Generator) -> dict[str, torch.Tensor]:
-    """What stored chunks read, for channels of about unit variance: axes over all heads, and predictions that help little."""
+    """The tensors that stored chunks read, for channels of about unit variance; `shape` is (layers, kv_heads, head_dim).
+
+    A basis has the channels of all heads, and the random predictions explain little.
+    """
     layers, width, found = shape[0], shape[1] * shape[2], {}
     for role, known in (("keys", 2), ("values", 3)):
         axes = torch.linalg.qr(torch.randn(layers, 1, width, width, generator=generator)).Q
@@ -129,7 +138,10 @@ def toy_storage(shape: tuple[int, int, int], generator: torch.Generator) -> dict
 def toy_thresholds(
     shape: tuple[int, int, int], shares: tuple[float, ...], generator: torch.Generator
 ) -> dict[str, torch.Tensor]:
-    """Shares of outliers and thresholds of both streams, `shape` being (layers, kv_heads, head_dim); narrower for more."""
+    """Outlier shares, and thresholds of both streams for each share, narrower for larger shares.
+
+    `shape` is (layers, kv_heads, head_dim).
+    """
     tensors = {"outliers.shares": torch.tensor(shares)}
     for stream in ("keys", "values"):
         for part, axes in (("channel", shape), ("head", shape[:2]), ("layer", shape[:1])):
@@ -142,7 +154,7 @@ def toy_thresholds(
 def toy_levels(
     shape: tuple[int, int, int], shares: tuple[float, ...], generator: torch.Generator
 ) -> dict[str, torch.Tensor]:
-    """What `kvquant` reads: ranges of keys before RoPE, narrower for more outliers, and rising levels of both streams."""
+    """The tensors that `kvquant` reads: ranges of keys before RoPE, narrower for larger shares, and rising levels of both streams."""
     width = (1 + torch.rand(*shape, 1, generator=generator)) * (1.2 - 20 * torch.tensor(shares))
     centre = 0.3 * torch.randn(*shape, 1, generator=generator)
     tensors = {"nuq.shares": torch.tensor(shares), "keys.nuq.low": centre - width, "keys.nuq.high": centre + width}
@@ -164,7 +176,8 @@ def toy_rotations(shape: tuple[int, int, int], generator: torch.Generator) -> di
 
 
 def toy_dictionaries(shape: tuple[int, int, int], atoms: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
-    """Layer groups, divergences and random dictionaries: keys with a group a layer, values with one of half heads."""
+    """Layer groups, divergences and random dictionaries: for keys one group a layer, for values one of all layers, whose atoms have
+    head_dim / 2 channels."""
     layers, _, head_dim = shape
     tensors = {}
     for stream, groups, width in (("keys", layers, head_dim), ("values", 1, head_dim // 2)):

@@ -8,7 +8,8 @@ KINDS = ("prefill", "first_token", "decode")
 
 
 def made_up():
-    """A document with every kind of row: one that failed, one without memory, a baseline again, a peer without prediction."""
+    """A document with every kind of row: a failed one, one that ran out of memory, a repeated baseline, a peer without a predicted
+    size."""
     cells = []
     for batch in BATCHES:
         for context in CONTEXTS:

@@ -1,4 +1,4 @@
-"""A chat template for the byte tokenizer: `<s><u>question` and a line break, then `<a>answer</s>`."""
+"""A chat template for the byte tokenizer: `<s>`, then for each turn `<u>question`, a line break and `<a>answer</s>`."""
 
 from collections.abc import Sequence
 
@@ -15,7 +15,7 @@ CHAT = (
 
 
 def chat_tokenizer(template: str = CHAT, merges: Sequence[tuple[str, str]] = ()) -> PreTrainedTokenizerFast:
-    """The byte tokenizer with a chat template; `merges` of it make tokens of several bytes."""
+    """The byte tokenizer with a chat template; `merges` (BPE) add tokens of several bytes."""
     tokenizer = toy_tokenizer()
     if merges:
         vocabulary = tokenizer.get_vocab()

@@ -1,4 +1,4 @@
-"""Vectors that a small dictionary made, tasks of them, and a Trainer without anything that shows."""
+"""Vectors that are sparse in a small dictionary, dictionary-learning tasks of them, and a Trainer without output."""
 
 import warnings
 from pathlib import Path
@@ -15,7 +15,7 @@ ATOMS, SPARSITY = 32, 3
 
 
 def vectors(count, channels, seed, hidden=48):
-    """Sums of three of `hidden` directions, float32 `[count, channels]`; directions are one set for all counts."""
+    """Random sums of three of `hidden` directions, float32 `[count, channels]`; the directions depend on `seed` alone."""
     directions = torch.nn.functional.normalize(torch.randn(hidden, channels, generator=draw(f"{seed}")), dim=1)
     chosen = torch.randint(hidden, (count, 3), generator=draw(f"{seed}/{count}"))
     weights = torch.randn(count, 3, 1, generator=draw(f"{seed}/{count}/weights"))
@@ -23,7 +23,7 @@ def vectors(count, channels, seed, hidden=48):
 
 
 def draw(key):
-    """A generator that depends on the key alone."""
+    """A generator seeded by `key`."""
     return torch.Generator().manual_seed(int.from_bytes(key.encode()) % 2**62)
 
 
@@ -32,19 +32,19 @@ def task(name="keys.0", samples=400, channels=12, seed=0, atoms=ATOMS, sparsity=
 
 
 def tasks():
-    """Three groups of several sizes."""
+    """Three tasks that differ in samples, channels and atoms."""
     return [task("keys.0"), task("keys.1", samples=333, seed=1), task("values.0", channels=7, seed=2, atoms=40)]
 
 
 def make_trainer(stage, callbacks, **more):
-    """As FitCLI.stage_trainer makes them."""
+    """A Trainer with the settings of `FitCLI.stage_trainer`, on the CPU."""
     warnings.filterwarnings("ignore", message=".*configure_optimizers.* returned `None`.*")
     silent = dict.fromkeys(("enable_checkpointing", "enable_model_summary", "enable_progress_bar", "logger"), False)
     return Trainer(max_epochs=1, accelerator="cpu", callbacks=callbacks, **{**silent, **more})
 
 
 def fit(folder: Path, some=None, options=OPTIONS, seed=0, resume=False, plan=None, make=make_trainer):
-    """`train` into `folder`."""
+    """Run `train` with its checkpoint in `folder`."""
     path = folder / "dictionaries.ckpt"
     return train(some or tasks(), options, seed, make, path, {"data.length": 64} if plan is None else plan, resume)
 

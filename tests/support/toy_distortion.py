@@ -1,4 +1,4 @@
-"""Methods through the task `distortion` on a toy model."""
+"""Runs the evaluation's task `distortion` for a method on a toy model."""
 
 from functools import cache
 

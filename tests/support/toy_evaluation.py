@@ -1,4 +1,4 @@
-"""What tests of the evaluation's tasks start from: the toy model as their subject, and a column's figures for a method."""
+"""Helpers for tests of the evaluation's tasks: a toy model as their subject, and a column's figures for a method."""
 
 from toy_language_model import toy_tokenizer
 
@@ -11,7 +11,7 @@ def subject(model, batch_size=4, limit=None, seed=7):
 
 
 def figures(column, model, method, **options):
-    """The cell's figures, each batch through a cache of its own."""
+    """The figures of `method` in `column`; each batch has a cache of its own."""
     parts = []
     for part in column.batches():
         with compress(model, method, **options) as cache:

@@ -1,4 +1,4 @@
-"""Toy checkpoints of the families that engines serve, artifacts of them, and a cache that stores fp8 as an engine does."""
+"""Toy models of the families that engines serve, artifacts for them, and a cache that rounds to fp8 as an engine does."""
 
 from collections.abc import Mapping
 from importlib.metadata import version
@@ -34,7 +34,7 @@ FAMILIES = {
     **CONFIGS,  # llama, mistral, qwen3, gemma2, gemma3
     "qwen2": lambda: Qwen2Config(**WITHOUT_HEAD_DIM),
     "phi3": lambda: Phi3Config(**WITHOUT_HEAD_DIM),  # one projection for queries, keys and values
-    # Saved under other names than the model's own, and with attention in its eyes that caches nothing.
+    # Its weights are saved under other names than its modules have, and its vision tower has attention without a KV cache.
     "gemma3-vision": lambda: Gemma3Config(
         text_config=CONFIGS["gemma3"]().to_dict(), vision_config=SiglipVisionConfig(**EYES, patch_size=14).to_dict()
     ),
@@ -42,7 +42,7 @@ FAMILIES = {
 
 
 def needs_compressed_tensors() -> None:
-    """Skips a test where compressed-tensors is missing, or finds no KV cache in the attention of this transformers."""
+    """Skip a test if compressed-tensors is missing, or does not recognise the cache argument of this transformers' attention."""
     pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed")
     if "past_key_values" not in signature(LlamaAttention.forward).parameters:
         releases = " and ".join(f"{name} {version(name)}" for name in ("compressed-tensors", "transformers"))
@@ -64,7 +64,7 @@ def sizes(model: PreTrainedModel) -> Shape:
 
 
 def random_ranges(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Ranges `[layers, kv_heads, head_dim]` that differ everywhere."""
+    """Random `keys.low`, ... `values.high`, float32 `[layers, kv_heads, head_dim]`; all entries differ."""
     shape = sizes(model)
     generator = torch.Generator().manual_seed(5)
     drawn = torch.rand(4, shape.layers, shape.kv_heads, shape.head_dim, generator=generator) * 10 + 0.1
@@ -72,7 +72,7 @@ def random_ranges(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def measured_ranges(model: PreTrainedModel, tokens: Tensor) -> dict[str, Tensor]:
-    """What `calib fit` measures of them on `tokens` `[rows, length]`."""
+    """The ranges that `calib fit` measures on `tokens [rows, length]`."""
     ranges = ChannelRanges(sizes(model))
     stream(
         model,
@@ -93,13 +93,13 @@ def save_artifact(path: Path, model: PreTrainedModel, tensors: Mapping[str, Tens
 
 
 def rounded(x: Tensor, scale: Tensor) -> Tensor:
-    """x as an engine reads it back: x / scale, cut to 448, in float8 e4m3, times scale."""
+    """`x` as an engine reads it back: x / scale, clamped to +-448, rounded to float8 e4m3, times scale; in the dtype of `x`."""
     codes = (x.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
     return (codes.float() * scale).to(x.dtype)
 
 
 class Fp8Layer(DynamicLayer):
-    """A cache's layer whose keys and values are rounded on their way in."""
+    """A layer of a `DynamicCache` that rounds keys and values to fp8 before it stores them."""
 
     def __init__(self, k_scale: Tensor, v_scale: Tensor) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ class Fp8Layer(DynamicLayer):
 
 
 def fp8_logits(model: PreTrainedModel, tokens: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
-    """The model's logits `[rows, length, vocabulary]` with keys and values in fp8 by the scales of a checkpoint."""
+    """The model's logits `[rows, length, vocabulary]` with keys and values in fp8, by the k_scale and v_scale in `tensors`."""
     cache = DynamicCache()
     prefix = "model.layers.{}.self_attn.{}_scale"
     cache.layers = [

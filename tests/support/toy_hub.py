@@ -1,7 +1,7 @@
-"""A hub in this process: the part of the Hugging Face hub's HTTP interface that models are pushed and pulled through.
+"""A hub in this process: the part of the Hugging Face Hub's HTTP interface that pushes and pulls of models use.
 
-Commits, branches and pull requests are kept in memory; safetensors go through LFS (batch, upload, redirect to where the bytes
-lie), other files through the commit itself. One token may write everywhere, none is asked of readers but by gated repositories.
+Commits, branches and pull requests are kept in memory. Safetensors files go through LFS (batch, upload, redirect to the stored
+bytes), other files are sent in the commit. One token may write to every repository; reading needs it for gated ones alone.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ OWNER = "someone"  # whose token it is
 
 @dataclass
 class Repo:
-    """Commits by hash, each the files by path; branches, tags and pull requests by name."""
+    """`commits`: by hash, the files of each commit by path. `refs`: the commit of each branch, tag and pull request."""
 
     commits: dict[str, dict[str, bytes]] = field(default_factory=lambda: {"0" * 40: {}})
     refs: dict[str, str] = field(default_factory=lambda: {"main": "0" * 40})
@@ -33,7 +33,7 @@ class Repo:
     private: bool | None = None
 
     def commit(self, ref: str, files: dict[str, bytes], into: str | None = None) -> str:
-        """Adds files on top of `ref`; returns the new commit, which `into` (or `ref`) names from now on."""
+        """Add files on top of `ref` and point `into` (or `ref`) to the new commit; returns its hash."""
         content = self.commits[self.refs[ref]] | files
         count = str(len(self.commits)).encode()  # the same content twice is another commit
         name = hashlib.sha1(count + repr(sorted(content.items())).encode()).hexdigest()
@@ -43,33 +43,33 @@ class Repo:
 
 
 class ToyHub:
-    """Serves until `stop`; `requests` are those that came, with the token that each brought."""
+    """Serves until `stop`; `requests` are (method, path, token) of all requests so far."""
 
     def __init__(self) -> None:
         self.repos: dict[str, Repo] = {}
-        self.stored: dict[str, bytes] = {}  # what LFS holds, by SHA-256
+        self.stored: dict[str, bytes] = {}  # files in LFS, by SHA-256
         self.requests: list[tuple[str, str, str | None]] = []
         self.messages: list[str] = []
-        self.broken = False  # answers 500 to whatever would change something
+        self.broken = False  # if True, every POST but validate-yaml is answered with 500
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), type("Bound", (Handler,), {"hub": self}))
         self.url = f"http://127.0.0.1:{self.server.server_port}"
         self.thread = threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
         self.thread.start()
 
     def stop(self) -> None:
-        """Nobody answers from now on."""
+        """Stop the server; later requests find no connection."""
         if self.thread.is_alive():
             self.server.shutdown()
             self.server.server_close()
             self.thread.join()
 
     def asked(self, method: str) -> list[str]:
-        """Paths of the requests of a method."""
+        """Paths of the requests so far with this HTTP method."""
         return [path for found, path, _ in self.requests if found == method]
 
 
 def used(monkeypatch: pytest.MonkeyPatch, home: Path, token: str | None = TOKEN) -> ToyHub:
-    """A new hub that `huggingface_hub` asks until the test's end, instead of the real one, with a cache of its own."""
+    """Return a new hub to which `huggingface_hub` connects until the end of the test, with a file cache of its own in `home`."""
     hub = ToyHub()
     template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, hub.url)
     values = {
@@ -131,7 +131,7 @@ class Handler(BaseHTTPRequestHandler):
         for method, pattern, answer in ROUTES:
             found = re.fullmatch(pattern, url.path)
             if found and method == ("GET" if self.command == "HEAD" else self.command):
-                if method == "POST" and not url.path.endswith("validate-yaml"):  # what is PUT goes to a signed address
+                if method == "POST" and not url.path.endswith("validate-yaml"):  # a PUT has a signed URL and needs no token
                     if self.token != TOKEN:
                         return self.send(401, {"error": "Invalid username or password."})
                     if self.hub.broken:
@@ -150,7 +150,7 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile.write(data)
 
     def repo(self, name: str, revision: str) -> tuple[Repo, str, dict[str, bytes]] | None:
-        """The repository, the commit and its files; None after the refusal has been sent."""
+        """The repository, the commit's hash and its files; or None after an error response has been sent."""
         repo = self.hub.repos.get(name)
         if repo is None:
             return self.send(404 if self.token else 401, X_Error_Code="RepoNotFound")
@@ -173,7 +173,7 @@ class Handler(BaseHTTPRequestHandler):
             self.hub.stored[oid] = data
             self.send(
                 302,
-                Location=f"{self.hub.url.replace('127.0.0.1', 'localhost')}/lfs/{oid}",  # another host, as for the hub's
+                Location=f"{self.hub.url.replace('127.0.0.1', 'localhost')}/lfs/{oid}",  # another host, as with the real hub
                 X_Linked_ETag=f'"{oid}"',
                 X_Linked_Size=str(len(data)),
                 X_Repo_Commit=commit,

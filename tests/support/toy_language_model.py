@@ -1,4 +1,4 @@
-"""Toy random language models with a byte tokenizer, and a little text: what a fit needs, made in a moment."""
+"""Toy random language models with a byte tokenizer, and a little text: small inputs for a fit."""
 
 import random
 from pathlib import Path
@@ -51,8 +51,8 @@ def toy_model(kind: str = "llama", seed: int = 0) -> PreTrainedModel:
 
 
 def letters_alone(model: PreTrainedModel) -> PreTrainedModel:
-    """The model, changed so that whatever it reads, it goes on with letters from a to z: half of their logits are the other
-    half's negatives, and all others 0."""
+    """Change `model` so that it always generates letters a ... z, and return it: the logits of half of the letters are the others'
+    negatives, so that one of them is positive, and all other logits are 0."""
     ids = toy_tokenizer().convert_tokens_to_ids(list("abcdefghijklmnopqrstuvwxyz"))
     weights = model.lm_head.weight.data
     half = weights[ids[:13]].clone()
@@ -62,7 +62,7 @@ def letters_alone(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def toy_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a byte, after `<pad>`, `<s>` and `</s>`."""
+    """A tokenizer with one token for each byte, after `<pad>`, `<s>` and `</s>`."""
     alphabet = ["<pad>", "<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
     tokenizer = Tokenizer(models.BPE(vocab={symbol: number for number, symbol in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

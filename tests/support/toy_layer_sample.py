@@ -1,4 +1,4 @@
-"""Random layer samples, as a capture would hand them out."""
+"""Random layer samples, in the form in which a capture of a model's forward gives them."""
 
 import torch
 
@@ -9,7 +9,8 @@ SHAPE = Shape(layers=2, heads=4, kv_heads=2, head_dim=32)
 
 
 def sample(batch=2, tokens=64, layer=0, seed=0, padding=(), window=None, softcap=None, spread=1.0) -> LayerSample:
-    """Random tokens whose channels differ in size by `spread`; the first `padding[row]` tokens of a row are padding."""
+    """Random tokens; the logarithms of the channels' sizes have the deviation `spread`. The first `padding[row]` tokens of a row
+    are padding."""
     generator = torch.Generator().manual_seed(seed)
 
     def tensor(heads):

@@ -1,4 +1,4 @@
-"""Tasks of lm-eval with local data, one of each kind, and lm-eval's own model over transformers to compare with."""
+"""Tasks of lm-eval with local data, one of each output type, and lm-eval's own `HFLM` to compare with."""
 
 import json
 import sys
@@ -13,7 +13,7 @@ CHOICE, ANSWER, TEXT = "toy_choice", "toy_answer", "toy_text"
 
 
 def save_tasks(folder: Path, cases: int = 6, **changes: object) -> Path:
-    """Writes three tasks and their data; `changes` go into the configuration of each."""
+    """Write three tasks and their data into `folder` and return it; `changes` go into the configuration of each task."""
     folder.mkdir(exist_ok=True)
     docs = [
         {
@@ -62,7 +62,8 @@ def save_tasks(folder: Path, cases: int = 6, **changes: object) -> Path:
 
 
 def plain_lm(model, tokenizer, batch_size: int = 4):
-    """lm-eval's `HFLM` over the model. It imports accelerate to load models and to spread them, which is not done here."""
+    """lm-eval's `HFLM` over the model. It imports accelerate, which it needs only to load and distribute models: if accelerate is
+    not installed, an empty module replaces it during the import."""
     missing = [] if find_spec("accelerate") else ["accelerate", "accelerate.utils"]
     for name in missing:
         sys.modules[name] = module = ModuleType(name)

@@ -50,7 +50,7 @@ FAMILIES = {
     "mistral": (MistralForCausalLM, MistralConfig, {**HEADS_3_1_64, "sliding_window": None}),
     "mistral-sliding": (MistralForCausalLM, MistralConfig, {**HEADS_4_2_32, "sliding_window": SLIDING}),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config, HEADS_2_2_64),
-    # The first layer attends to everything and is compressed, the second slides and stays as it is.
+    # The first layer has full attention and is compressed; the second has a sliding window and is not.
     "qwen3-mixed": (
         Qwen3ForCausalLM,
         Qwen3Config,
@@ -61,7 +61,7 @@ FAMILIES = {
             "layer_types": ["full_attention", "sliding_attention"],
         },
     ),
-    # A soft cap on the logits and a scale of its own, and again one layer of each kind.
+    # A soft cap on the logits, another scale than head_dim^-1/2, and again one layer of each kind.
     "gemma2": (
         Gemma2ForCausalLM,
         Gemma2Config,
@@ -71,7 +71,7 @@ FAMILIES = {
             "layer_types": ["full_attention", "sliding_attention"],
             "attn_logit_softcapping": 2.0,
             "query_pre_attn_scalar": 20,
-            "attn_implementation": "eager",  # sdpa knows no soft cap
+            "attn_implementation": "eager",  # sdpa has no soft cap
         },
     ),
 }
@@ -85,7 +85,7 @@ def random_model(family: str, dtype: torch.dtype = torch.float32, **changes: obj
 
 
 def biased_model(dtype: torch.dtype = torch.float32, partial: bool = False, **changes: object) -> PreTrainedModel:
-    """A Qwen2 in eval mode, with large biases of keys, or `partial`, a Phi: RoPE turns half of its channels alone."""
+    """A random Qwen2 with large key biases, in eval mode; if `partial`, a Phi, whose RoPE rotates half of the channels."""
     torch.manual_seed(11)
     settings = {**COMMON, **HEADS_4_2_32, **changes}
     if partial:
@@ -100,7 +100,7 @@ def biased_model(dtype: torch.dtype = torch.float32, partial: bool = False, **ch
 
 
 def left_padded(lengths: list[int], seed: int = 0) -> dict[str, Tensor]:
-    """`input_ids` and `attention_mask` `[rows, longest]`: random tokens, padding on the left."""
+    """`input_ids` and `attention_mask`, int64 `[rows, longest]`: random tokens, with padding on the left."""
     longest = max(lengths)
     generator = torch.Generator().manual_seed(seed)
     mask = torch.tensor([[0] * (longest - length) + [1] * length for length in lengths])
@@ -109,6 +109,6 @@ def left_padded(lengths: list[int], seed: int = 0) -> dict[str, Tensor]:
 
 
 def generate(model: PreTrainedModel, inputs: dict[str, Tensor], cache: Cache, **options: Any) -> Any:
-    """`model.generate` through `cache`: greedy, NEW tokens, with logits; `options` override."""
+    """Run `model.generate` with `cache`: greedy, NEW tokens, logits in the result; `options` override these settings."""
     settings = {"max_new_tokens": NEW, "do_sample": False, **options}
     return model.generate(**inputs, past_key_values=cache, return_dict_in_generate=True, output_logits=True, **settings)

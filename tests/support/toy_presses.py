@@ -1,4 +1,4 @@
-"""Presses as kvpress has them, toys in its place, and the cases that they are run on."""
+"""Toy presses with the interface of kvpress, and the cases on which tests run them."""
 
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -13,7 +13,7 @@ SINKS = 4
 
 
 class BasePress:
-    """Keeps the first tokens and the last ones of a prompt; `slope` is how many more each layer keeps than the one before."""
+    """Keeps a prompt's first and last tokens; each layer keeps `slope` more than the layer before."""
 
     def __init__(self, compression_ratio: float = 0.0, slope: int = 0, label: str = "last"):
         if not 0 <= compression_ratio < 1:
@@ -83,7 +83,7 @@ def press(name="none", ratio=None, **options):
 
 
 def columns(model, **options):
-    """Ragged questions of several answers each, and texts whose last piece is shorter than the others."""
+    """Columns of two tasks: questions of unequal lengths with several answers each, and texts whose last chunk is shorter."""
     given = subject(model, batch_size=4)
     lines = build_task("retrieval", {"lines": [3], "cases": 6, "queries": 2})
     text = build_task("perplexity", {"prefill": 30, "chunk": 7, "length": 64, "tokens": 6 * 34})

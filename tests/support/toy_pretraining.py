@@ -1,4 +1,4 @@
-"""A little text and a curriculum of ten steps, and a training of six: pretraining at toy size."""
+"""Pretraining at toy size: a curriculum of ten steps over a little text, and a training run of six steps."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ def curriculum(tokenizer, steps=10, seed=0, phases=None, prose=None):
 
 
 def pretrain(folder: Path, prose: Path, *more: str, configs: tuple[str, ...] = ("tiny_lm.yaml",)) -> int:
-    """A run of six steps, validated (and so saved) after every second; what `more` says comes last and wins."""
+    """Run `pretrain` for six steps, validated (and so saved) after every second one; the arguments `more` come last and win."""
     phases = "[{share: 0.5, rows: 2, length: 80, text: 0, copying: 0.5}, {share: 0.5, rows: 2, length: 96}]"
     toy = {
         "model": {"vocabulary": 600, "layers": 1, "hidden": 32, "mlp": 48, "heads": 2, "kv_heads": 1, "head_dim": 16},

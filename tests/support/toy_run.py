@@ -5,7 +5,7 @@ from typing import Any
 
 
 def toy_run(**changes: Any) -> dict[str, Any]:
-    """The content; `changes` replace entries of the outermost level."""
+    """The content of the file; `changes` replace entries of its top level."""
     content = {
         "format": 1,
         "config": {"name": "toy", "model": "small", "limit": None, "artifact": None, "dtype": "float32"}
@@ -34,18 +34,18 @@ def toy_run(**changes: Any) -> dict[str, Any]:
 
 
 def needle(exact: float, low: float, high: float, depths: tuple[float, float]) -> dict[str, float]:
-    """Figures as the tasks write them."""
+    """Figures of a cell, as the task `needle` writes them."""
     parts = {f"exact at depth {position}": value for position, value in zip((0, 0.5), depths, strict=True)}
     return {"cases": 20, "exact": exact, "high": high, "log_probability": exact - 1.125, "low": low, **parts}
 
 
 def text(perplexity: float, low: float, high: float) -> dict[str, float]:
-    """Figures as the tasks write them."""
+    """Figures of a cell, as the task `perplexity` writes them."""
     return {"perplexity": perplexity, "low": low, "high": high, "tokens": 640}
 
 
 def row(name: str, group: str, bits: float, *results: dict[str, float] | str) -> list[dict[str, Any]]:
-    """A method's cells, one a column; text is the error of one that failed."""
+    """A method's cells, one for each column; a result that is a string is the error of a failed cell."""
     own = {
         "name": name,
         "group": group,
@@ -60,7 +60,7 @@ def row(name: str, group: str, bits: float, *results: dict[str, float] | str) ->
 
 
 def cell(bits: float, figures: dict[str, float]) -> dict[str, Any]:
-    """What was measured: 1,000 values, a quarter of their bytes the codes' parameters, as many in host memory of one method."""
+    """A measured cell of 1,000 values: a quarter of its bytes are low-rank factors; at 5 bits as many bytes are in host memory."""
     measured = int(125 * bits)
     sizes = {
         "bits_per_value": bits,

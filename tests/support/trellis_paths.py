@@ -1,6 +1,6 @@
-"""Trellis-coded levels in float64, from their definition: what words stand for, and the best of all paths by trying each.
+"""Trellis-coded levels in float64, from their definition: decodes words, and finds the least cost of all paths by trying each.
 
-Of component n, in the order of a token's words and of a word's fields, with b bits u + 2 f:
+Component n is counted in the order of a token's words and of a word's fields; its code of b bits is u + 2 f:
 
     z0 = u[n-2]        z1 = u[n] ^ u[n-1] ^ u[n-3]        i = 4 f + 2 z1 + z0        y^ = (i + 1/2) 2^-b - 1
 """
@@ -12,7 +12,7 @@ import numpy as np
 
 
 def level(u: Sequence, n: int, f: np.ndarray | int, bits: int) -> np.ndarray | float:
-    """y^ of component n of a path u, or of many: entries of u and f are whole numbers, or arrays of them."""
+    """y^ of component n of a path u; with arrays as entries of u and f, of many paths at once."""
 
     def before(back: int) -> np.ndarray | int:
         return u[n - back] if n >= back else 0
@@ -22,8 +22,8 @@ def level(u: Sequence, n: int, f: np.ndarray | int, bits: int) -> np.ndarray | f
 
 
 def trellis_components(words: np.ndarray, widths: tuple[int, ...], counts: tuple[int, ...]) -> np.ndarray:
-    """Components, float64 `[..., kv_heads, T, P max(counts)]` in plane form, of a row of all heads' words `[..., 1, T, W]`; what no
-    word holds is NaN."""
+    """Components, float64 `[..., kv_heads, T, P max(counts)]` plane by plane, from the words of all heads side by side
+    `[..., 1, T, W]`; P planes, W words. Components that no word holds are NaN."""
     most, unsigned = max(counts), words[..., 0, :, :].view(np.uint16).astype(np.int64)
     found = np.full((*unsigned.shape[:-2], len(counts), unsigned.shape[-2], len(widths) * most), np.nan)
     for head, count in enumerate(counts):
@@ -38,7 +38,7 @@ def trellis_components(words: np.ndarray, widths: tuple[int, ...], counts: tuple
 
 
 def least_cost(y: np.ndarray, widths: Sequence[int], weights: np.ndarray) -> float:
-    """The least sum of squared errors times squared weights of any path, components `y [n]` in the order of the path."""
+    """The least sum of squared, weighted errors over all paths; `y [n]` are the components in the order of the path."""
     return min(
         sum(
             min((weights[n] * (level(u, n, f, width) - y[n])) ** 2 for f in range(2 ** (width - 1)))
