@@ -1,4 +1,4 @@
-"""Queries and spans of pages for the kernel of attention, and its answer held to float64."""
+"""Queries and page spans for the attention kernel, and the comparison of its output with float64 attention."""
 
 import torch
 from paged_attention import Pages, assert_attended, attention
@@ -9,21 +9,25 @@ from calib.kernels.attend.operation import PageSpan
 
 
 def asked(keys: Pages, rows: int = 1, query_rows: int = 2, size: float = 2.0) -> torch.Tensor:
-    """Queries whose scores are of order `size`, where keys are of order 1."""
+    """Random queries `[rows, heads, query_rows, D]` whose scores are of order `size` for keys of order 1."""
     _, heads, _, channels = keys.tokens.shape
     draw = torch.Generator().manual_seed(3)
     return torch.randn(rows, heads, query_rows, channels, generator=draw) * (size / channels**0.5)
 
 
 def whole(pages: Pages, *tables: list[int], used: list[int] | None = None, **masks) -> PageSpan:
-    """The stretch of rows with these pages, all of their slots or `used` ones."""
+    """A span with one row for each table of page numbers, over all slots of its pages or the first `used` ones."""
     table = torch.tensor(tables, dtype=torch.int32)
     used = used or [table.shape[1] * pages.tokens.shape[2]] * len(table)
     return PageSpan(table, torch.tensor(used, dtype=torch.int32), **masks)
 
 
 def assert_same(query, keys, values, span, *, constant=None, softcap=None, scored=False, precise=False):
-    """The kernel's attention is that of float64, to what its kinds of tokens are rounded to."""
+    """Assert that the kernel's attention equals float64 attention, to the rounding of its kinds of tokens; return its result.
+
+    Scores may differ by ROUNDED_SCORES, by SPLIT_SCORES if `precise`; for exact keys by SPLIT_SCORES (16 bits) or
+    FLOAT32_ATTENTION. Outputs may differ by ATTENTION of the values' dtype (of float16 for codes), FLOAT32_ATTENTION if `precise`.
+    """
     assert triton.supports(query.shape[2], keys.stream, values.stream)
     found = operation.attend_pages(query, keys.stream, values.stream, span, constant, softcap, scored, precise)
     assert (found.scores is not None) == scored

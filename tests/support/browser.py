@@ -1,6 +1,6 @@
-"""A headless Chromium for tests, spoken to over two pipes (the DevTools protocol): no driver, no port, no network.
+"""A headless Chromium for tests, controlled through two pipes (the DevTools protocol): no driver, no port, no network.
 
-It opens a page from its own file and records what the page asked for and what went wrong in it.
+It opens a page from a file and records the page's requests and errors.
 """
 
 import base64
@@ -22,11 +22,11 @@ SPARE = 16  # pipe ends are moved above it: the browser reads from 3 and writes 
 
 
 class Browser:
-    """One browser with one page; a context that ends it.
+    """A context with one browser with one page; leaving it ends the browser.
 
     Attributes:
-        requests: addresses the page asked for, its own included.
-        complaints: messages on the console, errors of scripts, violations of the page's policy.
+        requests: URLs that the page requested, its own included.
+        complaints: console messages, script errors, and log entries such as violations of the page's policy.
     """
 
     def __enter__(self) -> Self:
@@ -34,7 +34,7 @@ class Browser:
         self.requests: list[str] = []
         self.complaints: list[str] = []
         self.count = 0
-        self.session: str | None = None  # commands go to the browser itself until the page is attached to
+        self.session: str | None = None  # commands go to the browser itself until a session with the page exists
         (read, self.writer), (reader, write) = pipe(), pipe()
         actions = [(os.POSIX_SPAWN_OPEN, out, os.devnull, os.O_WRONLY, 0) for out in (1, 2)]
         actions += [(os.POSIX_SPAWN_DUP2, read, 3), (os.POSIX_SPAWN_DUP2, write, 4)]
@@ -59,7 +59,7 @@ class Browser:
         shutil.rmtree(self.profile, ignore_errors=True)
 
     def ask(self, method: str, **parameters: Any) -> Any:
-        """Sends one command and waits for its answer; raises RuntimeError where the browser refuses it."""
+        """Send one command and return its result; raises RuntimeError if the browser reports an error."""
         self.count += 1
         message = {"id": self.count, "method": method, "params": parameters}
         message |= {"sessionId": self.session} if self.session else {}
@@ -72,7 +72,7 @@ class Browser:
                 return answer["result"]
 
     def hear(self) -> dict[str, Any]:
-        """The browser's next message; events are recorded on the way."""
+        """Return the browser's next message; requests and errors in it are recorded."""
         while b"\0" not in self.left:
             part = os.read(self.reader.fileno(), 1 << 16)
             if not part:
@@ -93,7 +93,7 @@ class Browser:
         return message
 
     def open(self, file: Path, width: int, dark: bool = False) -> None:
-        """Shows the file in a window `width` pixels wide and waits until it is there."""
+        """Show the file in a window `width` pixels wide and wait until it has loaded."""
         scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
         self.ask("Emulation.setEmulatedMedia", features=scheme)
         self.ask("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
@@ -102,14 +102,14 @@ class Browser:
             pass
 
     def run(self, script: str) -> Any:
-        """The value of a script's expression; raises RuntimeError where it throws."""
+        """Return the value of a script's expression; raises RuntimeError if the script throws."""
         found = self.ask("Runtime.evaluate", expression=script, returnByValue=True)
         if "exceptionDetails" in found:
             raise RuntimeError(found["exceptionDetails"]["exception"]["description"])
         return found["result"].get("value")
 
     def picture(self, file: Path, top: int = 0, height: int = 900) -> None:
-        """Writes a part of the page as PNG."""
+        """Write a part of the page, `height` pixels from `top` on, as PNG."""
         width = self.run("innerWidth")
         clip = {"x": 0, "y": top, "width": width, "height": height, "scale": 1}
         shot = self.ask("Page.captureScreenshot", clip=clip, captureBeyondViewport=True)
@@ -117,7 +117,7 @@ class Browser:
 
 
 def pipe() -> tuple[int, int]:
-    """Both ends of a pipe, above the numbers that the browser's own get."""
+    """Both ends of a pipe, with file descriptors from SPARE on, so that they do not collide with 3 and 4."""
     ends = os.pipe()
     moved = [fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, SPARE) for end in ends]
     for end in ends:

@@ -1,4 +1,4 @@
-"""Reads back what an offline W&B run has written, to see that it is really there."""
+"""Reads the records that an offline W&B run has written to its file."""
 
 import struct
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from pathlib import Path
 from wandb.proto.wandb_internal_pb2 import Record
 
 BLOCK = 32 * 1024
-HEADER = 7  # checksum, length, type: LevelDB's log format, after seven bytes that name the file's kind
+HEADER = 7  # bytes of a record's checksum, length and type (LevelDB's log format); the file begins with 7 other bytes
 
 
 def records(path: Path) -> Iterator[Record]:

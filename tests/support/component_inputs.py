@@ -1,4 +1,4 @@
-"""Random bases, codecs of their components, tokens to be coded, and what codes predict of others."""
+"""Random bases, codecs of their components, tokens to encode, and predictions from codes."""
 
 import torch
 from trellis_inputs import weights_of
@@ -11,7 +11,7 @@ from calib.runtime.stages.transform.basis import ENTRY, Basis
 
 
 def basis_of(widths, counts, channels, seed=0):
-    """Random ones, with entries as large as there are, and components that no head has a word for."""
+    """A random basis, with some entries of the largest size, and 0 for components for which a head has no word."""
     draw = torch.Generator().manual_seed(seed)
     codec = MixedQuant(widths, counts)
     into = torch.randn(len(counts), channels, codec.components, generator=draw, dtype=torch.float64) * 0.3
@@ -27,7 +27,7 @@ def basis_of(widths, counts, channels, seed=0):
 
 
 def codecs(widths, counts):
-    """Uniform codes and trellis-coded levels, of tokens as they are and of sized ones."""
+    """Codecs by name: uniform codes and trellis-coded levels, each without and with token sizes."""
     weights = weights_of(widths, counts).unsqueeze(1)
     plain = MixedQuant(widths, counts), TrellisQuant(widths, counts, weights)
     return {
@@ -39,7 +39,7 @@ def codecs(widths, counts):
 
 
 def tokens_of(basis, count, dtype, rows=2, seed=1):
-    """Of many lengths: near the mean, far outside, and the mean itself."""
+    """Random tokens `[rows, heads, count, channels]` at many distances from the mean; every fifth is the mean itself."""
     heads, channels = basis.mean.shape[0], basis.mean.shape[-1]
     draw = torch.Generator().manual_seed(seed)
     lengths = 2.0 ** torch.randint(-12, 8, (rows, heads, count, 1), generator=draw)
@@ -49,7 +49,7 @@ def tokens_of(basis, count, dtype, rows=2, seed=1):
 
 
 def prediction_of(widths, counts, channels):
-    """Of random entries, among them the largest, and none for a component that a head has no word for."""
+    """A prediction with random entries, some of them the largest, and 0 for components for which a head has no word."""
     draw = torch.Generator().manual_seed(5)
     heads, components = len(counts), len(widths) * max(counts)
     table = torch.randint(-ENTRY, ENTRY + 1, (heads, components, channels), generator=draw)

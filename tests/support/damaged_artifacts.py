@@ -1,7 +1,7 @@
 """Artifacts with one thing wrong, drawn from a seed: bytes, headers, documents and numbers, most with every checksum right.
 
 case = damaged(base, seed=7, number=12)    # the same case at every call
-case.data, case.words, case.names          # the file, what was done to it, the tensors that were touched
+case.data, case.words, case.names          # the file, the changes in words, the tensors that were changed
 """
 
 import random
@@ -20,7 +20,7 @@ from calib.runtime.files import canonical_json
 from calib.runtime.methods import METHODS
 
 TEXTS = ("", "x", "\x1b]0;title\x07", "a\nb", "\ud800", "\u202e", "\x00", "NaN", "../..", "<script>", "7" * 5000)
-# A transform's tensors, or a range's, changed alike.
+# Prefixes or parts of names of tensors that belong together (one transform, one range) and are changed alike.
 TOGETHER = (
     *(
         "keys.klt.",
@@ -38,7 +38,7 @@ TOGETHER = (
 
 @dataclass
 class Damaged:
-    """One case: the file, in words what is wrong, and the names of the tensors it is about."""
+    """One case: the file, its damage in words, and the names of the tensors that are damaged."""
 
     data: bytes
     words: list[str] = field(default_factory=list)
@@ -47,7 +47,7 @@ class Damaged:
 
 @dataclass(frozen=True)
 class Base:
-    """What is damaged: the artifact and its file."""
+    """A good artifact and its file, from which damaged ones are made."""
 
     artifact: Artifact
     data: bytes
@@ -58,7 +58,7 @@ class Base:
         return cls(artifact, artifact.encoded())
 
     def document(self) -> dict[str, Any]:
-        """A copy of what `encode` takes beside the tensors."""
+        """A copy of the document that `encode` takes beside the tensors."""
         found = self.artifact
         parts = {"fingerprint": found.fingerprint, "provenance": found.provenance, "clip_bits": list(found.clip_bits)}
         return canonical_json.plain(parts, "document")
@@ -82,7 +82,7 @@ def damaged(base: Base, seed: int, number: int) -> Damaged:
 
 
 def wrong_bytes(base: Base, draw: random.Random) -> Damaged:
-    """Flipped, cut, doubled, blanked: checksums are wrong as well."""
+    """Flip, cut, append, blank, repeat or remove bytes; checksums are not corrected."""
     data, header = bytearray(base.data), 8 + int.from_bytes(base.data[:8], "little")
     how = draw.choice(["flip", "flip in the header", "length", "cut", "append", "blank", "repeat", "remove"])
     at = draw.randrange(len(data))
@@ -112,7 +112,7 @@ def wrong_bytes(base: Base, draw: random.Random) -> Damaged:
 
 
 def wrong_header(base: Base, draw: random.Random) -> Damaged:
-    """An entry of a tensor, in the header and in the metadata alike, or in one of them."""
+    """Change a tensor's entry in the safetensors header, usually in the metadata's document as well; or other metadata."""
     header, _ = split(base.data)
     name = draw.choice([one for one in header if one != "__metadata__"])
     how, value = draw.choice(["shape", "dtype", "data_offsets", "name", "entry", "more", "version"]), anything(draw)
@@ -148,7 +148,7 @@ def wrong_header(base: Base, draw: random.Random) -> Damaged:
 
 
 def wrong_shape(shape: list[int], draw: random.Random) -> list[Any]:
-    """Another shape, of as many entries or not."""
+    """Another shape, with the same number of entries or another."""
     made = [*shape]
     how = draw.randrange(7)
     if how == 0:
@@ -172,7 +172,7 @@ def wrong_shape(shape: list[int], draw: random.Random) -> list[Any]:
 
 
 def wrong_document(base: Base, draw: random.Random) -> Damaged:
-    """One or a few values of the fingerprint, the provenance or the widths are another thing."""
+    """Replace, remove or add one or three values of the fingerprint, the provenance or the clip bits."""
     document, words = base.document(), []
     for _ in range(draw.choice([1, 1, 1, 3])):
         at, path = document, []
@@ -204,7 +204,7 @@ def wrong_document(base: Base, draw: random.Random) -> Damaged:
 
 
 def wrong_tuning(base: Base, draw: random.Random) -> Damaged:
-    """A record of `calib tune`, and metrics, with a value that no run writes."""
+    """Add a record of `calib tune` and metrics, with one value that no run writes."""
     document, layers = base.document(), base.artifact.fingerprint["layers"]
     method = draw.choice([name for name in METHODS if hasattr(METHODS[name], "grid")])
     choice = {
@@ -228,7 +228,7 @@ def wrong_tuning(base: Base, draw: random.Random) -> Damaged:
 
 
 def anything(draw: random.Random, deep: int = 2) -> Any:
-    """A JSON value nobody expects there."""
+    """A random JSON value of any type, nested up to `deep` levels, or sometimes up to 100."""
     how = draw.randrange(9 if deep else 6)
     if how == 0:
         return draw.choice([None, True, False])
@@ -249,12 +249,12 @@ def anything(draw: random.Random, deep: int = 2) -> Any:
 
 
 def text(draw: random.Random) -> str:
-    """A name or value."""
+    """A random string, for a name or a value."""
     return draw.choice(TEXTS) + draw.choice(["", "", str(draw.randrange(10))])
 
 
 def huge(draw: random.Random) -> dict[str, Any]:
-    """Some megabytes: one text, one list, many keys, or nothing but brackets."""
+    """A document of some megabytes: one text, one list, many keys, or mostly brackets."""
     return draw.choice(
         [
             {"x" * 3_000_000: list(range(100_000))},
@@ -270,7 +270,7 @@ def huge(draw: random.Random) -> dict[str, Any]:
 
 
 def wrong_numbers(base: Base, draw: random.Random) -> Damaged:
-    """Entries of one tensor, or of those that belong together, are others."""
+    """Change entries of one tensor, or of several that belong together."""
     tensors = dict(base.artifact.tensors)
     name = draw.choice(sorted(tensors))
     names = [name]
@@ -289,6 +289,6 @@ def wrong_numbers(base: Base, draw: random.Random) -> Damaged:
 
 
 def written(base: Base, tensors: dict[str, Tensor], document: dict[str, Any]) -> bytes:
-    """A file with every checksum right, whatever is in it."""
+    """A file of these tensors and this document, with correct checksums."""
     document = {**base.document(), **document}
     return encode({name: tensors[name] for name in sorted(tensors)}, document)

@@ -1,4 +1,4 @@
-"""Blobs that no writer of ours would write: where their numbers lie, the checksum that fits them, and a seeded generator."""
+"""Damaged blobs of stored chunks: offsets of the header's numbers, correct checksums for changed blobs, a seeded generator."""
 
 import hashlib
 import math
@@ -8,7 +8,7 @@ from random import Random
 
 from stored_chunks import HEADER, exact_bytes
 
-# Where the header's numbers lie, as its documentation says.
+# Format and offset of each number of the header, from its documentation.
 NUMBERS = {
     "version": ("<H", 8), "header": ("<H", 10), "dtype": ("<B", 12), "forms": ("<B", 13), "sinks": ("<H", 14),
     "layers": ("<I", 16), "kv_heads": ("<I", 20), "first": ("<I", 24), "heads": ("<I", 28), "head_dim": ("<I", 32),
@@ -25,23 +25,23 @@ FLOATS = [math.nan, math.inf, -math.inf, 3e38, -3e38, 65504.0, 1e-45, 0.0]
 
 
 def resealed(data: bytes) -> bytes:
-    """With the checksum that belongs to it: who writes a blob can do that."""
+    """The blob with a correct checksum, which anyone can compute."""
     found = hashlib.blake2b(data[:112] + data[HEADER:], digest_size=16).digest()
     return data[:112] + found + data[HEADER:]
 
 
-# ---- what is done to it; the checksum is made right afterwards, or not
+# ---- changes of a blob; afterwards the checksum is corrected, or not
 
 
 def flipped(data: bytearray, other: bytes, draw: Random) -> None:
-    """Some bits, more often of the header."""
+    """Flip some bits, more often in the header."""
     for _ in range(draw.choice([1, 1, 2, 20])):
         at = draw.randrange(draw.choice([HEADER, len(data)]))
         data[at] ^= 1 << draw.randrange(8)
 
 
 def number(data: bytearray, other: bytes, draw: Random) -> None:
-    """Another number in the header, near the one that is there or anywhere."""
+    """Replace a number of the header by one next to it, or by any other."""
     form, at = NUMBERS[draw.choice(sorted(NUMBERS))]
     value = draw.choice(VALUES[form])
     if form != "<d" and draw.random() < 0.4:
@@ -51,7 +51,7 @@ def number(data: bytearray, other: bytes, draw: Random) -> None:
 
 
 def agreeing(data: bytearray, other: bytes, draw: Random) -> None:
-    """Other tokens, with the lengths that they say: in the header, perhaps in the blob as well."""
+    """Change the number of tokens and, consistently, the payload's length in the header; if it is short, the payload as well."""
     (tokens,), (payload,) = struct.unpack_from("<I", data, 36), struct.unpack_from("<Q", data, 56)
     a_token = max(1, (payload - exact_bytes(bytes(data))) // max(1, tokens))
     count = draw.choice([0, 1, max(0, tokens - 1), tokens + 1, 2 * tokens, 2**20, 2**30 - 1, 2**31]) % 2**32
@@ -63,14 +63,14 @@ def agreeing(data: bytearray, other: bytes, draw: Random) -> None:
 
 
 def codes(data: bytearray, other: bytes, draw: Random) -> None:
-    """Any bytes behind the header."""
+    """Replace everything after the header by random or constant bytes."""
     size = len(data) - HEADER
     fill = draw.choice([b"\0", b"\xff", b"\x80", None])
     data[HEADER:] = draw.randbytes(size) if fill is None else fill * size
 
 
 def exact(data: bytearray, other: bytes, draw: Random) -> None:
-    """Floats in the first tokens, which are not coded: in each of the dtypes' forms."""
+    """Write unusual floats, in the blob's dtype, into the first tokens, which are stored exactly."""
     room = min(len(data) - HEADER, exact_bytes(bytes(data)))
     form, size = {1: ("<f", 4), 2: ("<e", 2), 3: ("<f", 4)}.get(data[12], ("<f", 4))
     for _ in range(draw.choice([1, 5, 200])):
@@ -82,7 +82,7 @@ def exact(data: bytearray, other: bytes, draw: Random) -> None:
 
 
 def crossed(data: bytearray, other: bytes, draw: Random) -> None:
-    """A part of another whole blob: its header, what is behind, or a run in the place of ours."""
+    """Replace the header, everything after it, or a run of bytes by that of another intact blob."""
     kind, at = draw.randrange(3), draw.randrange(min(len(data), len(other)))
     if kind == 0:
         data[:HEADER] = other[:HEADER]
@@ -94,7 +94,7 @@ def crossed(data: bytearray, other: bytes, draw: Random) -> None:
 
 
 def cut(data: bytearray, other: bytes, draw: Random) -> None:
-    """Less of it, more of it, or bytes out of its middle."""
+    """Truncate the blob, append to it, or remove bytes from its middle."""
     at, kind = draw.randrange(len(data)), draw.randrange(3)
     if kind == 0:
         del data[at:]
@@ -117,7 +117,7 @@ CHANGES: list[Callable[[bytearray, bytes, Random], None]] = [
 
 
 def damaged(data: bytes, other: bytes, draw: Random) -> tuple[bytes, str]:
-    """A damaged copy of a whole blob, perhaps with parts of an`other`, and what was done to it."""
+    """Return a damaged copy of an intact blob, perhaps with parts of the `other`, and the names of the changes."""
     found, done = bytearray(data), []
     for change in draw.sample(CHANGES, draw.choice([1, 1, 1, 2, 3])):
         if len(found) < HEADER:

@@ -1,4 +1,4 @@
-"""Ways to make another tensor of one: extreme, constant, singular, of other shapes and dtypes; what is drawn decides alone."""
+"""Ways to change a tensor: extreme, constant or singular entries, other shapes and dtypes. All depend on `draw` alone."""
 
 import random
 from collections.abc import Callable
@@ -12,12 +12,12 @@ DTYPES = (torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32
 
 
 def filled(x: Tensor, draw: random.Random) -> Tensor:
-    """All entries one number."""
+    """All entries are one number."""
     return number_like(x, draw).expand(x.shape).clone()
 
 
 def one_entry(x: Tensor, draw: random.Random) -> Tensor:
-    """One entry."""
+    """One entry is replaced."""
     x = x.clone()
     if x.numel():
         x.view(-1)[draw.randrange(x.numel())] = number_like(x, draw)
@@ -25,13 +25,13 @@ def one_entry(x: Tensor, draw: random.Random) -> Tensor:
 
 
 def some_entries(x: Tensor, draw: random.Random) -> Tensor:
-    """A tenth of them."""
+    """About a tenth of the entries are replaced by one number."""
     chosen = torch.rand(x.shape, generator=torch.Generator().manual_seed(draw.getrandbits(30))) < 0.1
     return torch.where(chosen, number_like(x, draw), x)
 
 
 def one_row(x: Tensor, draw: random.Random) -> Tensor:
-    """All of one index of one axis."""
+    """All entries at one index of one axis are replaced by one number."""
     x = x.clone()
     if x.numel() and x.dim():
         axis = draw.randrange(x.dim())
@@ -50,32 +50,32 @@ def shifted(x: Tensor, draw: random.Random) -> Tensor:
 
 
 def random_values(x: Tensor, draw: random.Random) -> Tensor:
-    """Others altogether."""
+    """All entries are random: Gaussian, times a power of ten."""
     generator = torch.Generator().manual_seed(draw.getrandbits(30))
     return (torch.randn(x.shape, generator=generator) * 10.0 ** draw.randint(-6, 6)).to(x.dtype)
 
 
 def random_bits(x: Tensor, draw: random.Random) -> Tensor:
-    """Any bits."""
+    """All bits are random; a tensor of bool stays as it is."""
     generator = torch.Generator().manual_seed(draw.getrandbits(30))
     raw = torch.randint(0, 256, (x.numel() * x.element_size(),), generator=generator, dtype=torch.uint8)
     return raw.view(x.dtype).view(x.shape) if x.dtype != torch.bool else x
 
 
 def flipped(x: Tensor, draw: random.Random) -> Tensor:
-    """Backwards along an axis, or sorted along it."""
+    """Reversed along an axis, or sorted along it."""
     axis = draw.randrange(max(1, x.dim()))
     return x.flip(axis) if draw.random() < 0.5 and x.dim() else x.sort(dim=axis, stable=True).values
 
 
 def equal_rows(x: Tensor, draw: random.Random) -> Tensor:
-    """Every index of an axis as its first: a singular basis."""
+    """All indices of an axis equal the first; a basis becomes singular."""
     axis = draw.randrange(max(1, x.dim()))
     return x.narrow(axis, 0, 1).expand_as(x).clone() if x.dim() and x.numel() else x
 
 
 def other_shape(x: Tensor, draw: random.Random) -> Tensor:
-    """An entry less or more along an axis, an axis less or more, or none."""
+    """Cut or doubled along an axis, flattened, with another axis, transposed, or a single entry."""
     axis = draw.randrange(max(1, x.dim()))
     how = draw.randrange(6)
     if how == 0 and x.dim():
@@ -90,7 +90,7 @@ def other_shape(x: Tensor, draw: random.Random) -> Tensor:
 
 
 def other_dtype(x: Tensor, draw: random.Random) -> Tensor:
-    """The same numbers, as near as may be."""
+    """The same numbers in another dtype, rounded as torch does."""
     return x.to(draw.choice(DTYPES))
 
 
@@ -114,6 +114,6 @@ CHANGES: dict[str, Callable[[Tensor, random.Random], Tensor]] = {
 
 
 def number_like(x: Tensor, draw: random.Random) -> Tensor:
-    """One number of x's dtype, seldom none at all."""
+    """One number in the dtype of `x`; with probability 0.1 NaN or an infinity (0 in a dtype of integers)."""
     value = draw.choice(NOT_NUMBERS) if draw.random() < 0.1 else draw.choice(NUMBERS)
     return torch.tensor(value, dtype=torch.float64).nan_to_num(0 if not x.is_floating_point() else value).to(x.dtype)

@@ -1,4 +1,4 @@
-"""Saved caches that no writer of ours would write: a seeded generator of damaged files."""
+"""Damaged files of saved caches, from a seeded generator."""
 
 import math
 import struct
@@ -15,11 +15,11 @@ from calib.runtime.prefix.file import KEY
 FLOATS = [math.nan, math.inf, -math.inf, 3e38, -3e38, 1e30, -1e30, 65504.0, -65504.0, 1e-45, 0.0, -0.0]
 
 
-# ---- what is done to its tensors, and to the file itself; numbers and names are in `prefix_numbers`
+# ---- changes of tensors and of the file's bytes; `prefix_numbers` has changes of numbers and names
 
 
 def floats(file: File, draw: Random) -> None:
-    """Some entries, or all, of tensors of floats."""
+    """Replace some or all entries of tensors of floats by an extreme number, an infinity or NaN."""
     named = sorted(name for name, tensor in file.tensors.items() if tensor.is_floating_point() and tensor.numel())
     for chosen in draw.sample(named, min(len(named), draw.choice([1, 1, 2, 10**6]))):
         tensor = file.tensors[chosen].view(-1)
@@ -33,7 +33,7 @@ def floats(file: File, draw: Random) -> None:
 
 
 def bits(file: File, draw: Random) -> None:
-    """Random bits instead of codes and indices, or of anything."""
+    """Replace bytes of a tensor, more often of codes and indices than of floats."""
     chosen = draw.choice(sorted(name for name, tensor in file.tensors.items() if tensor.numel()))
     tensor = file.tensors[chosen]
     if tensor.is_floating_point() and draw.random() < 0.5:
@@ -52,7 +52,7 @@ def bits(file: File, draw: Random) -> None:
 
 
 def indices(file: File, draw: Random) -> None:
-    """Whole numbers that say where something lies."""
+    """Replace entries of stored indices: tokens, channels, positions, atoms, fetched tokens."""
     telling = ("indices", "tokens", "channels", "places", "positions", "guess", "input_ids", "fetched", "further")
     named = sorted(
         name for name, t in file.tensors.items() if t.numel() and not t.is_floating_point() and name.endswith(telling)
@@ -71,7 +71,7 @@ def indices(file: File, draw: Random) -> None:
 
 
 def shape(file: File, draw: Random) -> None:
-    """Another shape or dtype for a tensor."""
+    """Change the shape or dtype of a tensor, or exchange two tensors."""
     chosen = draw.choice(sorted(file.tensors))
     tensor = file.tensors[chosen]
     kind = draw.randrange(7)
@@ -95,7 +95,7 @@ def shape(file: File, draw: Random) -> None:
 
 
 def other_dtype(file: File, draw: Random) -> None:
-    """All floats of a layer in another dtype, which says so."""
+    """Convert all floats of a layer (or of all layers) to another dtype, and change the document's dtypes and flags to match."""
     layer = draw.choice(["layers/0/", "layers/1/", "layers/"])
     to = draw.choice([torch.float64, torch.float16, torch.bfloat16, torch.float32])
     wide = draw.random() < 0.5
@@ -110,7 +110,7 @@ def other_dtype(file: File, draw: Random) -> None:
 
 
 def other_batch(file: File, draw: Random) -> None:
-    """Fewer rows or more, said everywhere that it can be seen from outside."""
+    """Change the number of batch rows in every list of the document and every tensor that has one entry for each row."""
     rows = len(file.document["numbers"]["rows/lengths"])
     count = draw.choice([0, 1, 3, 40])
 
@@ -126,7 +126,7 @@ def other_batch(file: File, draw: Random) -> None:
 
 
 def header(file: File, draw: Random) -> None:
-    """What only the first bytes say: shapes, dtypes and offsets that contradict the tensors, strange metadata."""
+    """Change the safetensors header alone: shapes, dtypes and offsets that contradict the tensors, wrong metadata."""
     chosen = draw.choice(sorted(file.tensors))
     kind = draw.randrange(8)
 
@@ -160,7 +160,7 @@ def header(file: File, draw: Random) -> None:
 
 
 def flipped(file: File, draw: Random) -> None:
-    """A few bytes of the file."""
+    """Change a few bytes of the file."""
     positions = [draw.random() ** draw.choice([1, 4]) for _ in range(draw.choice([1, 1, 3, 20]))]
     with_bits = [draw.randrange(1, 256) for _ in positions]
 
@@ -174,7 +174,7 @@ def flipped(file: File, draw: Random) -> None:
 
 
 def cut(file: File, draw: Random) -> None:
-    """Less of the file, more of it, or another length of its header."""
+    """Truncate the file, append to it, overwrite its first bytes, or change the length of its header."""
     kind, share = draw.randrange(5), draw.random()
     more = draw.randbytes(draw.choice([1, 8, 1000]))
     length = draw.choice([0, 1, 7, 10**6, 10**8, 10**9, 2**31, 2**63, 2**64 - 1])
@@ -194,7 +194,7 @@ OUTSIDE = [header, flipped, cut]
 
 
 def damaged(base: Base, draw: Random) -> tuple[bytes, str]:
-    """A damaged copy, and what was done to it."""
+    """Return a damaged copy of the file and the names of the changes; all but those in OUTSIDE keep the checksums correct."""
     file, done = File.of(base.data), []
     outside = draw.random() < 0.2
     for change in [draw.choice(OUTSIDE)] if outside else draw.sample(SEALED, draw.choice([1, 1, 1, 2, 3])):

@@ -1,4 +1,4 @@
-"""What the Markdown documents tell the reader to type: commands of blocks and of running text, snippets, configurations."""
+"""Extracts from the Markdown documents what a reader types: commands of code blocks and running text, code snippets."""
 
 import re
 import shlex
@@ -16,11 +16,11 @@ FENCE = re.compile(r"( {0,3})```+ *(\S*)")
 
 @dataclass(frozen=True)
 class Block:
-    """Lines that stand apart: between fences, in whose first `language` is named, or indented by four spaces ("indented").
+    """A code block: between fences, of which the first names the `language`, or indented by four spaces ("indented").
 
     Attributes:
-        line: in the document, from 1, of the block's first line.
-        lines: without the indentation.
+        line: number of the block's first line in the document, from 1.
+        lines: the block's lines without the indentation.
     """
 
     language: str
@@ -37,10 +37,10 @@ class Command:
     """One command.
 
     Attributes:
-        document: its path from the root.
-        line: in the document, from 1.
+        document: path of the document from the repository's root.
+        line: line number in the document, from 1.
         words: the program and its arguments, without quotes and comments.
-        environment: what is assigned before it.
+        environment: variables that are assigned before the program.
     """
 
     document: str
@@ -52,7 +52,7 @@ class Command:
         return shlex.join(self.words)
 
     def values(self, *options: str) -> list[str]:
-        """What follows each of the options, in order, up to the next one; `--option=value` as well."""
+        """The values of these options, in order: all words up to the next option, and the value in `--option=value`."""
         found: list[str] = []
         taking = False
         for word in self.words:
@@ -96,9 +96,9 @@ def blocks(text: str) -> Iterator[Block]:
 
 
 def block_commands(text: str, document: str = "") -> list[Command]:
-    """The commands of blocks of a shell, without a language, or indented.
+    """The commands of code blocks in a shell's language, without a language, or indented.
 
-    Every line is one in a shell's block, and in another whose first line that is no comment begins with a program.
+    In a shell's block every line is a command; in the others too, if the first line that is no comment begins with a program.
     """
     found = []
     for block in blocks(text):
@@ -118,7 +118,7 @@ def block_commands(text: str, document: str = "") -> list[Command]:
 
 
 def commands(line: str, document: str, number: int, every: bool = False) -> Iterator[Command]:
-    """Those of one line, which `&&` may join; none where it begins with no program, unless `every` line has one."""
+    """The commands of one line, which may be joined by `&&`. A line that does not begin with a program has none, unless `every`."""
     line = line.strip().removeprefix("$ ")
     if not every and not begins(line):
         return
@@ -135,13 +135,13 @@ def commands(line: str, document: str, number: int, every: bool = False) -> Iter
 
 
 def begins(line: str) -> bool:
-    """Whether a line begins with an assignment, a program, or one of an environment of its own."""
+    """Whether a line begins with an assignment, one of PROGRAMS, or a path such as `.venv/bin/`."""
     first = (line.split() or [""])[0]
     return bool(first in PROGRAMS or ASSIGNMENT.fullmatch(first) or re.match(r"\.venv[\w-]*/bin/", first))
 
 
 def inline_commands(text: str, document: str = "") -> list[Command]:
-    """The commands that running text quotes; a quotation may go over the end of a line."""
+    """The commands in backquotes in running text; a quotation may span lines."""
     lines = text.splitlines()
     for block in blocks(text):
         lines[block.line - 1 : block.line - 1 + len(block.lines)] = [""] * len(block.lines)
@@ -154,5 +154,5 @@ def inline_commands(text: str, document: str = "") -> list[Command]:
 
 
 def snippets(document: str, language: str) -> list[Block]:
-    """The blocks of a language that a fence names."""
+    """The fenced blocks of a document in one language."""
     return [block for block in blocks(text_of(document)) if block.language == language]

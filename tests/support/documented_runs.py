@@ -1,4 +1,4 @@
-"""Runs documented commands in this process, verbatim but for the additions that make them toy-sized."""
+"""Runs documented commands in this process: their own words, followed by options that make them toy-sized."""
 
 import os
 import re
@@ -25,13 +25,13 @@ from calib.config_files import find_config
 PYTHON = re.compile(r"(\.venv[\w-]*/bin/)?python3?")
 PEER = "benchmarks.peers.kvpress"
 OUTPUTS = ("--output", "--out", "--html", "--write-cases", "--plan_json")
-# What is put behind a command's own words, where the last one counts. By kind; every kind is in use.
+# Options that are appended to a command's own words, by kind of command; the last value of an option counts.
 ADDITIONS: dict[str, dict[str, object]] = {
     "fit": SMALL_FIT,
     "merge": SMALL_FIT,
     "eval": {
         "limit": 1
-    },  # and --only, where it is not given: three rows; --config without rows that need what is missing
+    },  # also --only with three rows, if it is not given, and a --config without rows whose packages are missing
     "bench": {"contexts": 64, "batches": 1, "new_tokens": 2, "turns": 2},
     "benchmarks.embedded_model.pretrain": {
         "model.layers": SHAPE["num_hidden_layers"],
@@ -53,9 +53,9 @@ ADDITIONS: dict[str, dict[str, object]] = {
     "benchmarks.embedded_model.scores": {"cases": 2},
     "tune": {"length": 192, "sequences": 2},
 }
-PACKAGES = {"quanto": "optimum", "hqq": "hqq", "dynamic": "transformers", "offloaded": "transformers"}  # a peer's
-WITHOUT_GPU: dict[str, object] = {"device": "cpu"}  # where a command asks for a GPU that is not there
-WITHOUT_GPUS: dict[str, object] = {"model.max_memory": None}  # of a fit, which may name them
+PACKAGES = {"quanto": "optimum", "hqq": "hqq", "dynamic": "transformers", "offloaded": "transformers"}  # of each peer
+WITHOUT_GPU: dict[str, object] = {"device": "cpu"}  # for a command with --device cuda on a machine without a GPU
+WITHOUT_GPUS: dict[str, object] = {"model.max_memory": None}  # for a fit, whose max_memory may name GPUs
 WITHOUT_ACCELERATE: dict[str, object] = {"model.device_map": None}
 
 
@@ -64,9 +64,9 @@ class Done:
     """How a command ended.
 
     Attributes:
-        words: what was run.
+        words: the command that was run.
         status: its exit status.
-        missing: what it said or was told to write and did not.
+        missing: files that its options name, or that it reported as written, and that it did not write.
     """
 
     words: list[str]
@@ -75,12 +75,12 @@ class Done:
 
 
 def additions(command: Command, folder: Path) -> list[str]:
-    """The words behind the command's own."""
+    """The options to append to the command's own words."""
     kind = kind_of(command)
     found = as_words(ADDITIONS.get(kind, {}))
     if kind == "eval":
         if not command.values("--config"):
-            return []  # two runs are compared and nothing is run
+            return []  # the command compares two earlier runs
         rows = method_rows(command)
         possible = [row for row in rows if "peer" not in row or find_spec(PACKAGES[row["peer"]])]
         if possible != rows:
@@ -96,7 +96,7 @@ def additions(command: Command, folder: Path) -> list[str]:
 
 
 def kind_of(command: Command) -> str:
-    """A command of ours by its name, a module by its own, the program of anything else."""
+    """The subcommand of `calib`, the module of `python -m`, or the program of any other command."""
     program, *rest = command.words
     if program == "calib":
         return rest[0]
@@ -104,7 +104,7 @@ def kind_of(command: Command) -> str:
 
 
 def method_rows(command: Command) -> list[dict[str, Any]]:
-    """`methods` of the configuration, of several the last; found from the working folder."""
+    """`methods` of the command's last configuration that has them; configurations are found from the working folder."""
     rows: list[dict[str, Any]] = []
     for name in command.values("--config"):
         rows = yaml.safe_load(find_config(name).read_text(encoding="utf-8")).get("methods", rows)
@@ -112,7 +112,7 @@ def method_rows(command: Command) -> list[dict[str, Any]]:
 
 
 def save_rows(rows: list[dict[str, Any]], config: str, folder: Path) -> str:
-    """A configuration of these rows alone, of the same name as `config`, and so of the same results."""
+    """Write a configuration of these rows alone and return its path; it has the file name of `config`, so results have too."""
     file = folder / "rows" / Path(config).name
     file.parent.mkdir(exist_ok=True)
     file.write_text(yaml.safe_dump({"methods": rows}))
@@ -120,13 +120,13 @@ def save_rows(rows: list[dict[str, Any]], config: str, folder: Path) -> str:
 
 
 def some(rows: list[dict[str, Any]]) -> list[str]:
-    """The first, a middle and the last row, without transformers' caches, of which one is compiled at its first use."""
+    """Names of the first, a middle and the last row. Rows of peers are left out: some compile code at their first use."""
     names = [row.get("name", row.get("method")) for row in rows if {"method", "results"} & {*row}]
     return list(dict.fromkeys([names[0], names[len(names) // 2], names[-1]]))
 
 
 def answer(command: Command, folder: Path) -> None:
-    """Writes what a peer was asked and has answered, where a command reads either and no other has written it."""
+    """Write the cases and the results of a peer that a command reads, unless they exist."""
     if PEER in command.words:
         file, configs, wanted = folder / command.words[3], ["eval/quick.yaml"], []
     elif kind_of(command) == "eval":
@@ -146,7 +146,7 @@ def answer(command: Command, folder: Path) -> None:
 
 
 def measure_before(command: Command, words: list[str]) -> None:
-    """Makes the earlier run that a command reuses: its own, before it."""
+    """Run the command once without --reuse, if the run that it reuses does not exist."""
     for name in command.values("--reuse"):
         if not Path(name).exists():
             at, output = words.index("--reuse"), f"{name}.of"
@@ -155,13 +155,13 @@ def measure_before(command: Command, words: list[str]) -> None:
 
 
 def run(command: Command, folder: Path, capsys) -> Done:
-    """Runs it in `folder`; whatever it prints is read from `capsys`."""
+    """Run the command in `folder`; its output is read from `capsys`."""
     with inside(folder, dict(command.environment)):
         answer(command, folder)
         words = [*command.words, *additions(command, folder)]
         measure_before(command, words)
         capsys.readouterr()
-        start = time.time_ns() - 10**8  # a file system's clock goes in steps
+        start = time.time_ns() - 10**8  # file times have a coarser resolution
         status = cli.main(words[1:]) if words[0] == "calib" else run_python(words)
         printed = capsys.readouterr()
         told = [*command.values(*OUTPUTS), *said(printed.out)]
@@ -171,13 +171,13 @@ def run(command: Command, folder: Path, capsys) -> Done:
 
 
 def said(printed: str) -> Iterator[str]:
-    """What lines such as `wrote A, B and C (of some size)` name."""
+    """The files that lines such as `wrote A, B and C (of some size)` name."""
     for line in re.findall(r"^wrote (.+)$", printed, re.M):
         yield from re.split(r", | and ", re.split(r" \(|; | of ", line)[0])
 
 
 def newest(path: Path) -> int:
-    """When a file, or one in a folder, was last written, in nanoseconds; 0 where there is none."""
+    """When a file, or the newest file in a folder, was last written, in nanoseconds; 0 if there is none."""
     files = [path, *path.rglob("*")] if path.exists() else []
     return max((file.stat().st_mtime_ns for file in files), default=0)
 
@@ -197,7 +197,7 @@ def run_python(words: list[str]) -> int:
 
 @contextmanager
 def inside(folder: Path, environment: dict[str, str]) -> Iterator[None]:
-    """Works in a folder, with further variables of the environment."""
+    """A context with `folder` as the working folder and further environment variables."""
     variables = dict(os.environ)
     os.environ.update(environment)
     try:

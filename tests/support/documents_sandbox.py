@@ -1,6 +1,6 @@
-"""A folder in which documented commands find what they name: a toy under every model's, text's, artifact's or run's name.
+"""A folder in which documented commands find the files that they name: toy models, texts, artifacts and runs under these names.
 
-What a name stands for follows from the option that it is given to, so nothing here lists the documents' own placeholders.
+The kind of a file follows from the option that names it, so the placeholders of the documents need no list here.
 """
 
 import json
@@ -25,7 +25,7 @@ from calib.documents.words import WORDS
 from calib.errors import UsageError
 
 EMBEDDED = "artifacts/tiny-llama"  # the default of several commands
-# The embedded model's heads and vocabulary, whose options the shipped configurations have; two small layers.
+# Heads and vocabulary of the embedded model, for which the shipped configurations are made; two small layers.
 SHAPE = {
     "vocab_size": 2048,
     "hidden_size": 64,
@@ -75,7 +75,7 @@ def as_words(options: dict[str, object]) -> list[str]:
 
 
 class Sandbox:
-    """A toy of each kind below `root`, made once, and a folder a document into which they are copied under its names."""
+    """A toy model, text and artifact below `root`, and a folder for each document, with copies of them under its names."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -91,11 +91,11 @@ class Sandbox:
             "true",
             "--model.nuq",
             "[0.01]",
-        ]  # for the methods that read what no default fit measures
+        ]  # for methods whose tensors are not in a default fit
         assert main([*map(str, words), "--trainer.default_root_dir", str(root / "fit"), *as_words(SMALL_FIT)]) == 0
 
     def folder(self, document: str) -> Path:
-        """Where a document's commands run, with the embedded model and the data set that configurations name."""
+        """The folder for a document's commands, with the embedded model, its artifact and the data set that configurations name."""
         folder = self.root / document.replace("/", "-")
         if not folder.exists():
             folder.mkdir()
@@ -105,7 +105,7 @@ class Sandbox:
         return folder
 
     def put(self, path: Path, make: Callable[[Path], object]) -> None:
-        """Makes what is not there."""
+        """Call `make(path)` if `path` does not exist."""
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
             make(path)
@@ -133,7 +133,7 @@ class Sandbox:
             self.new_text(path / f"{split}.txt")
 
     def provide(self, command: Command, folder: Path) -> None:
-        """Puts into the folder what the command reads and what nobody has written there before."""
+        """Put every file that the command reads into the folder, unless an earlier command has written it."""
         for name in command.values("--config"):
             self.put_config(name, command.words[1], folder)
         for name in [*command.values(*MODELS), *named_models(command)]:
@@ -154,7 +154,7 @@ class Sandbox:
             self.put(folder / command.words[3], {"baichuan2": baichuan2.save, "gguf": save_gguf}[command.words[2]])
 
     def put_shards(self, command: Command, folder: Path) -> None:
-        """The first round of shards that the command merges, measured with the command's own options."""
+        """Fit the shards that the command merges, with the command's own options."""
         end = next(position for position, word in enumerate(command.words) if word.startswith("--"))
         files, options = command.words[2:end], command.words[end:]
         for number, name in enumerate(files, 1):
@@ -163,9 +163,9 @@ class Sandbox:
                 self.put(Path(name), lambda _, words=words: main(words))
 
     def put_config(self, name: str, command: str, folder: Path) -> None:
-        """The configuration, where neither the package nor the folder has it, and the model and artifact that it names.
+        """Write the configuration, if neither the package nor the folder has it, and the model and artifact that it names.
 
-        It is the repository's of the same name, whence `make` has its own below `runs/`, or else a small one.
+        It is a copy of the repository's configuration of the same name, or else a small one.
         """
         file = folder / name
         try:
@@ -186,17 +186,17 @@ class Sandbox:
 
 
 def first(command: Command) -> list[str]:
-    """The first argument of a command of ours, where it is no option."""
+    """The first argument of a `calib` command, as a list; empty if it is an option."""
     return [word for word in command.words[2:3] if not word.startswith("--")]
 
 
 def named_models(command: Command) -> list[str]:
-    """Models that stand without an option."""
+    """Models that the modules in MEASURED take as their first argument."""
     position = next((command.words.index(name) for name in MEASURED if name in command.words), None)
     return [] if position is None else [command.words[position + 1]]
 
 
 def prose(lines: int = 700) -> str:
-    """Seeded sentences, some 60 bytes each."""
+    """Seeded random sentences of about 60 bytes each."""
     draw = random.Random(0)
     return "".join(f"{' '.join(draw.choices(WORDS, k=10)).capitalize()}.\n" for _ in range(lines))

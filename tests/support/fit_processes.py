@@ -1,7 +1,7 @@
-"""`calib fit` in several processes that one imported interpreter gives birth to, and what goes wrong in them.
+"""Runs `calib fit` in several processes, some of which may be killed, and returns their exit statuses and errors.
 
-Lightning's own launcher starts the program anew for each process, seconds of imports every time; here they come from
-`multiprocessing`'s fork server, with the environment that a launcher on a cluster gives them.
+Lightning's own launcher starts the program anew for each process, which takes seconds of imports every time. Here processes are
+forked by `multiprocessing`'s fork server, with the environment variables that a launcher on a cluster sets.
 """
 
 import multiprocessing
@@ -15,30 +15,30 @@ from typing import Any, NamedTuple
 
 from free_port import free_port
 
-Cut = tuple[int, str, int]  # the process, the stage and the batch of this run before which it is killed
+Cut = tuple[int, str, int]  # a process is killed before this batch: its rank, the stage, the batch's number in this run
 
 
 class End(NamedTuple):
-    """Of one process: its exit status (negative: the signal) and what it wrote to standard error."""
+    """The end of one process: its exit status (negative: the signal; None: it was still running) and its standard error."""
 
     status: int | None
     errors: str
 
 
 def fit_in_processes(argv: list[str], folder: Path, *cuts: Cut, processes: int = 2, seconds: float = 90) -> list[End]:
-    """Runs `calib ARGV --trainer.devices PROCESSES` in `folder`; the status of a process that did not end is None."""
+    """Run `calib ARGV --trainer.devices PROCESSES` in `folder`; after `seconds`, processes that have not ended are killed."""
     port = free_port()
     words = [*argv, f"--trainer.devices={processes}"]
     return ends(run, [(words, folder, rank, port, cuts) for rank in range(processes)], folder, seconds)
 
 
 def at_once(commands: list[list[str]], folder: Path, seconds: float = 200) -> list[End]:
-    """Runs `calib ARGV` of each, processes that know nothing of each other, at the same time in `folder`."""
+    """Run `calib ARGV` of each command in `folder` at the same time, in independent processes."""
     return ends(run_alone, [(argv, folder, number) for number, argv in enumerate(commands)], folder, seconds)
 
 
 def ends(target: Callable[..., None], given: list[tuple[Any, ...]], folder: Path, seconds: float) -> list[End]:
-    """A process for each of what is `given` to `target`, all at the same time."""
+    """Run `target` at the same time in one process for each tuple of arguments in `given`."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["calib.fit.command"])
     runs = [context.Process(target=target, args=own) for own in given]
@@ -55,7 +55,7 @@ def ends(target: Callable[..., None], given: list[tuple[Any, ...]], folder: Path
 
 
 def run_alone(argv: list[str], folder: Path, number: int) -> None:
-    """One process of those that are on their own."""
+    """Run `calib ARGV` in this process, with its output in the files stdout-NUMBER and stderr-NUMBER."""
     os.chdir(folder)
     for name, descriptor in (("stdout", 1), ("stderr", 2)):
         os.dup2(os.open(f"{name}-{number}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
@@ -65,7 +65,7 @@ def run_alone(argv: list[str], folder: Path, number: int) -> None:
 
 
 def run(argv: list[str], folder: Path, rank: int, port: int, cuts: tuple[Cut, ...]) -> None:
-    """One process of a fit in several."""
+    """Run `calib ARGV` in this process as number `rank` of a fit in several processes, which is killed at its `cuts`."""
     os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     from calib.fit.calibration import Calibration
 

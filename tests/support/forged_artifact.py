@@ -1,4 +1,4 @@
-"""Artifact files that no writer of ours would write, and the check that they are refused in one clear line."""
+"""Forged artifact files with correct checksums, and the check that a file is refused with a message of one line."""
 
 import hashlib
 import json
@@ -15,7 +15,8 @@ REMEDY = ("calib fit", "name the", "flatten it", "permissions", "version of cali
 
 
 def refused(path, data: bytes | None = None) -> str:
-    """The one line with which the file is refused; it names the path and says what to do."""
+    """Assert that the file is refused with an ArtifactError of one line that begins with the path and says what to do; return
+    it."""
     if data is not None:
         path.write_bytes(data)
     with pytest.raises(ArtifactError) as caught:
@@ -39,7 +40,7 @@ def join(header: object, body: bytes) -> bytes:
 
 
 def forged(data: bytes, change) -> bytes:
-    """The file with its document changed and its checksum made right again: what is left is the field's own check."""
+    """The file with `change` applied to its document and a correct checksum, so that only the check of the changed field fails."""
     header, body = split(data)
     document = json.loads(header["__metadata__"]["calib"])
     change(document)
@@ -51,7 +52,7 @@ def forged(data: bytes, change) -> bytes:
 
 
 def forged_tensor(name: str, tensor: torch.Tensor) -> bytes:
-    """A file with every checksum right that holds one tensor no writer of ours would write."""
+    """A file with correct checksums that contains one tensor alone, under any name and of any dtype."""
     raw = tensor.contiguous().view(torch.uint8).numpy().tobytes()
     dtype = {torch.float32: "F32", torch.float16: "F16", torch.complex64: "C64"}[tensor.dtype]
     entry = {"dtype": dtype, "shape": list(tensor.shape), "sha256": hashlib.sha256(raw).hexdigest()}

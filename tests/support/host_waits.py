@@ -1,4 +1,4 @@
-"""Notices what would make the host wait for the device, on a machine where nothing waits; and counts operations."""
+"""Detects, on a machine without a GPU, calls that would make the host wait for the device; and counts operations."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -10,23 +10,26 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# Functions of a tensor whose answer is a Python value, or a tensor whose shape depends on values.
+# Functions that return a Python value of a tensor, or a tensor whose shape depends on values.
 WAITING = {
     "item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__", "__array__", "__contains__",
     "nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "equal", "allclose", "is_nonzero",
     "repeat_interleave",
 }  # fmt: skip
-# What those become below the surface, whoever called them.
+# The operations to which they are dispatched.
 WAITING_OPERATIONS = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "_unique2"}
 
 
 class HostWaits(TorchFunctionMode):
-    """Collects the names of waiting functions called inside `with`; a copy to the CPU counts unless it starts there."""
+    """Counts functions called inside `with` that would wait, by name; also copies to a device of tensors other than uploads.
+
+    Uploads are tensors made by `torch.tensor`; one that is made on a device counts as "tensor(device)".
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.found: Counter[str] = Counter()
-        self.uploads: set[int] = set()  # tensors that were made from numbers of the host
+        self.uploads: set[int] = set()  # ids of tensors that were made from Python numbers
         self.operations = Operations()
         self.paused = False
 
@@ -42,7 +45,7 @@ class HostWaits(TorchFunctionMode):
 
     @contextmanager
     def on_host(self) -> Iterator[None]:
-        """Inside, all tensors are the host's own, on a GPU as well: nothing is noticed."""
+        """A context in which nothing is counted: its tensors would be in host memory even with a GPU."""
         self.paused = self.operations.paused = True
         try:
             yield
@@ -70,12 +73,12 @@ class HostWaits(TorchFunctionMode):
 
     @property
     def names(self) -> set[str]:
-        """What would have waited."""
+        """Names of the functions and operations that would have waited."""
         return {name for name, count in self.found.items() if count}
 
 
 class Operations(TorchDispatchMode):
-    """Counts every operation inside `with`, and the elements of the largest tensor that one of them made."""
+    """Counts every operation inside `with`, by name; `largest`: elements of the largest tensor that an operation allocated."""
 
     def __init__(self) -> None:
         super().__init__()

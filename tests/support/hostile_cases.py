@@ -1,7 +1,7 @@
-"""What campaigns of damaged files share: a case in its limits, the counts of many, and the command line.
+"""Shared by campaigns of damaged files: one case within limits, counts of many cases, and the command line.
 
-A seed and a number give a case again. A case must be refused in one line by the error that is its kind's, or be accepted and give
-finite numbers; within a time limit, and without memory beyond a small multiple of the file.
+A case is reproduced by its seed and number. It must be refused with the expected error in one line, or be accepted and give finite
+numbers, within a time limit and in memory of a small multiple of the file.
 """
 
 import argparse
@@ -19,20 +19,22 @@ from typing import Any
 
 import torch
 
-SECONDS = 20  # for a file, load and steps
+SECONDS = 20  # for one file: loading it and the steps after that
 LONGEST = 400  # characters of a refusal
-# What loading and some steps of a toy model take whatever the file holds (arenas of threads, tables); and how many times the file.
+# Allowed address space: bytes for loading and steps of a toy model whatever the file (arenas of threads, tables), and a multiple of
+# the file's size.
 SLACK, TIMES = 96 * 2**20, 24
 OUTCOMES = ("refused", "accepted", "tracebacks", "hangs", "over_memory", "nan")
 
 
 class TimeIsUpError(BaseException):
-    """A file took longer than it may: nothing that is caught on the way."""
+    """A file took longer than SECONDS; a BaseException, so that `except Exception` does not catch it."""
 
 
 @dataclass(frozen=True)
 class Done:
-    """A case: what it was made `of`, what was `done` to it, how it ended, one of OUTCOMES, and what was said."""
+    """A finished case: the base that it was made `of`, the changes `done` to it, its outcome (`kind`, "refused", "accepted" or
+    another of OUTCOMES), and the message or traceback."""
 
     of: str
     done: str
@@ -43,8 +45,9 @@ class Done:
 def limited(
     use: Callable[[], tuple[str, str]], size: int, refusal: type[ValueError], begins: str = "", times: int = TIMES
 ) -> tuple[str, str]:
-    """What `use` returns, "accepted" or "nan" and words; or another of OUTCOMES where it raises, takes long, or takes more than
-    `times` `size` bytes. A refusal begins with `begins`."""
+    """Return the result of `use`: "accepted" or "nan", and words. If it raises, takes longer than SECONDS, or more memory than
+    SLACK + `times` x `size` bytes, return another of OUTCOMES. A `refusal` counts as "refused" if it is one printable line of up to
+    LONGEST characters that begins with `begins`."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise TimeIsUpError
@@ -77,7 +80,7 @@ def limited(
 def counted(
     cases: range, seed: int, one: Callable[[int, Random], Done], tell: Callable[[int, Done], None] | None = None
 ) -> dict[str, Any]:
-    """Counts of each outcome, and of what went wrong the seed, the number and the words."""
+    """Run all cases; return the count of each outcome, and for failed cases their seed, number, changes and message."""
     counts, wrong = Counter[str](), []
     for number in cases:
         found = one(number, Random(f"{seed} {number}"))
@@ -91,7 +94,7 @@ def counted(
 
 
 def command(about: str | None, usual: int, campaign: Callable[..., dict[str, Any]]) -> int:
-    """Runs `campaign(cases, seed, tell)`, prints its counts and writes them; 1 where anything went wrong."""
+    """Run `campaign(cases, seed, tell)`, print its counts, and write them if asked; return 1 if any case failed, else 0."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=int, default=usual)
     parser.add_argument("--seed", type=int, default=0)

@@ -1,4 +1,4 @@
-"""Products of two tables: every run of the tests takes a part of them, `make test-all` the whole."""
+"""Parameters from products of two tables: every test run takes a part of a product, `make test-all` all of it."""
 
 from collections.abc import Iterable, Sequence
 from itertools import combinations
@@ -11,7 +11,7 @@ from cases import Case
 def in_turn(cases: Iterable[Case], values: Sequence[Any], taken: int = 1) -> list[Any]:
     """Parameters (case, value) of the whole product; all but `taken` values of each case are marked slow.
 
-    Every case is in every run, and so is every value with cases of many methods: a method's cases take the values in turn, and
+    So every case is in every run, and every value with cases of many methods: the cases of a method take the values in turn, and
     the next method begins with the next value.
     """
     parameters, turns = [], dict[str, int]()
@@ -27,16 +27,16 @@ def in_turn(cases: Iterable[Case], values: Sequence[Any], taken: int = 1) -> lis
 
 
 def a_part(scenarios: Sequence[Any], share: float = 0.3) -> list[Any]:
-    """Parameters of all scenarios, which are dataclasses; all but a `share` of them are marked slow.
+    """Parameters of all scenarios, which are dataclasses; all but about a `share` of them are marked slow.
 
-    The share are those that a greedy choice by pairs of what they say takes first; and as many more as it takes for everything
-    that any of them says to be in every run.
+    Scenarios are chosen greedily by the number of new pairs of (field, value) that they add, until the share is reached and every
+    (field, value) of any scenario is in a chosen one.
     """
     says = [_said(scenario) for scenario in scenarios]
     missing, left = set().union(*map(_pairs, says)), list(range(len(scenarios)))
     singles, chosen = set().union(*says), set[int]()
     while left and (len(chosen) < share * len(scenarios) or singles):
-        # What nobody has said so far weighs more than any number of new pairs.
+        # A new single (field, value) weighs more than any number of new pairs.
         best = max(left, key=lambda number: (len(says[number] & singles), len(_pairs(says[number]) & missing)))
         left.remove(best)
         chosen.add(best)
@@ -49,7 +49,7 @@ def a_part(scenarios: Sequence[Any], share: float = 0.3) -> list[Any]:
 
 
 def _said(scenario: Any) -> set[str]:
-    """Every field of a scenario with its value; of mappings every entry."""
+    """Every field of a scenario with its value, as text; a field that is a mapping gives its entries."""
     found = set()
     for name, value in vars(scenario).items():
         entries = value.items() if isinstance(value, dict) else [(name, value)]

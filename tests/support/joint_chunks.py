@@ -1,4 +1,4 @@
-"""What a chunk of the profile "storage" says, in float64 from the formulas and the documented layout alone."""
+"""Decodes a chunk of the profile "storage" in float64, from the formulas and the documented layout alone."""
 
 import struct
 from dataclasses import replace
@@ -19,14 +19,14 @@ ROLES = ("keys", "values")
 
 
 def with_storage(artifact: Artifact) -> Artifact:
-    """The same artifact with toy codes for storage too."""
+    """The same artifact with the tensors of `toy_storage` added."""
     sizes = (artifact.fingerprint[name] for name in ("layers", "kv_heads", "head_dim"))
     tensors = {**artifact.tensors, **toy_storage(tuple(sizes), torch.Generator().manual_seed(5))}
     return Artifact(tensors, artifact.fingerprint, artifact.provenance, artifact.clip_bits)
 
 
 def usual(codec: Codec, tokens: int, seed: int = 0) -> Tensor:
-    """A chunk as the artifact expects them, for a codec with an entropy coder: numbers drawn by the coder's own tables, decoded."""
+    """A chunk for which a codec's entropy coder is made: codes are drawn from the coder's own tables and decoded."""
     draw, coder, width = torch.Generator().manual_seed(seed), codec._payload.entropy, codec.kv_heads * codec.head_dim
     fields = [torch.multinomial(table.counts(), tokens, True, generator=draw) for table in coder.tables]
     parts = torch.stack(fields, -1).split([len(own.widths) for own in coder.fields], -1)
@@ -37,7 +37,8 @@ def usual(codec: Codec, tokens: int, seed: int = 0) -> Tensor:
 
 
 def fields_of(words: np.ndarray, widths: list[int]) -> np.ndarray:
-    """`[tokens, fields]` of words uint16 `[tokens, W]`: one number a token, fields from its lowest bits on."""
+    """Fields, float64 `[tokens, fields]`, of words uint16 `[tokens, W]`: a token's words are one number, fields from its lowest
+    bits on; the remaining bits must be 0."""
     rows = []
     for token in words.astype("<u2"):
         number, own = int.from_bytes(token.tobytes(), "little"), []
@@ -52,12 +53,12 @@ def fields_of(words: np.ndarray, widths: list[int]) -> np.ndarray:
 def decoded(
     blob: bytes, artifact: Artifact, bits: float, frequencies: Tensor, start: int, chunk: Tensor
 ) -> tuple[Tensor, float]:
-    """The chunk float64 that a blob says, `[2, layers, tokens, W]`, keys at their positions:
+    """Decode a blob: the chunk in float64 `[2, layers, tokens, W]`, keys rotated to their positions from `start` on,
 
         x^ = mean + M f + s sum_j (c_j - (2^b_j - 1) / 2) step_j T^-1_j        f: what was decoded before, less its mean
 
-    and how far the codes are from the components of `chunk`, which was encoded: over half a step s step_j, the most of all codes
-    that are not the first or the last.
+    and the largest error of a code: the distance of the component of `chunk`, which was encoded, from its level, in half steps
+    s step_j / 2, over all codes but the first and the last level.
     """
     allocation = widths_at({role: artifact.tensor(f"{role}.storage.errors") for role in ROLES}, bits)
     (tokens,), at, off, layers = struct.unpack_from("<I", blob, 36), HEADER + exact_bytes(blob), [0.0], []

@@ -1,4 +1,5 @@
-"""Launches of kernels as their launch functions make them: counted, compared, or not carried out at all."""
+"""Records the kernel launches of launch functions, so that tests can count and compare them, with or without running the
+kernels."""
 
 import importlib
 from collections import Counter
@@ -15,8 +16,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 KERNELS = Path(__file__).parents[2] / "kernels"
 OPERATIONS = sorted(path.parent.name for path in KERNELS.glob("*/triton.py"))
 
-# The kernels that are launched, and what each writes: filled, where none runs, with 0 if it is a position or a code
-# and 1 elsewhere.
+# All kernels that are launched, and the arguments that each writes. Where kernels do not run, integers (codes, positions) are
+# filled with 0 and floats with 1.
 WRITTEN = {
     "attend": ("TOP", "MASS", "MIXED", "SCORES"),
     "merge": ("TOP_ALL", "MASS_ALL", "MIXED_ALL"),
@@ -52,7 +53,7 @@ WRITTEN = {
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch. `arguments` by name, tensors included."""
+    """One launch of `kernel`; `arguments` are by name, tensors included."""
 
     kernel: str
     grid: tuple[Any, ...]
@@ -60,12 +61,13 @@ class Launch:
 
     @property
     def numbers(self) -> dict[str, Any]:
-        """Everything but tensors."""
+        """The arguments that are no tensors."""
         return {name: part for name, part in self.arguments.items() if not isinstance(part, Tensor)}
 
     @property
     def fixed(self) -> dict[str, Any]:
-        """What a recorded launch could not change: the grid, all numbers, and of tensors all but content and position."""
+        """Everything that is fixed when the launch is recorded in a CUDA graph: kernel, grid, all numbers, and shapes, strides and
+        dtypes of tensors."""
         tensors = {
             name: (part.shape, part.stride(), part.dtype)
             for name, part in self.arguments.items()
@@ -75,8 +77,8 @@ class Launch:
 
 
 class Watched:
-    """A kernel whose launches are listed; without `runs` it only fills what it would have written. With `copies` what it would read
-    is listed as it is now, and what it fills is filled with other numbers each time."""
+    """A kernel whose launches are added to `found`. Without `runs` it does not run, and its outputs are filled (see WRITTEN). With
+    `copies` the launch holds copies of the inputs, and floats are filled with another number at each launch."""
 
     def __init__(self, kernel: Any, found: list[Launch], runs: bool, copies: bool = False) -> None:
         self.kernel, self.found, self.runs, self.copies = kernel, found, runs, copies
@@ -106,7 +108,7 @@ class Watched:
 
 
 def _copied(part: Any) -> Any:
-    """With all of its memory: a kernel may be told other strides."""
+    """A copy of a tensor's whole storage: a kernel may read it with other strides."""
     if not isinstance(part, Tensor):
         return part
     whole = torch.empty(0, dtype=part.dtype).set_(
@@ -116,12 +118,12 @@ def _copied(part: Any) -> Any:
 
 
 def module_of(operation: str) -> ModuleType:
-    """The launch functions of an operation."""
+    """The module with the launch functions of an operation."""
     return importlib.import_module(f"calib.kernels.{operation}.triton")
 
 
 def watch(monkeypatch: Any, *operations: str, runs: bool = True, copies: bool = False) -> list[Launch]:
-    """The launches of these operations' kernels, or of all operations', from now on."""
+    """Return a list to which every later launch of these operations' kernels (of all operations, if none is named) is added."""
     found: list[Launch] = []
     for operation in operations or OPERATIONS:
         for path in sorted((KERNELS / operation).glob("*triton.py")):
@@ -133,7 +135,7 @@ def watch(monkeypatch: Any, *operations: str, runs: bool = True, copies: bool = 
 
 
 def alone(monkeypatch: Any, *operations: str) -> None:
-    """From now on all but these operations take their plain form, whatever the variable says."""
+    """From now on all other operations run in plain torch, whatever the environment variable for Triton says."""
     for operation in set(OPERATIONS) - set(operations):
         module = importlib.import_module(f"calib.kernels.{operation}.operation")
         monkeypatch.setattr(module, "prefers_triton", lambda device: False)

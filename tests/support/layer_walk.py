@@ -1,4 +1,7 @@
-"""Drives the layers of a cache without a model: the same keys, values and queries, however they are batched and padded."""
+"""Feeds the layers of a cache without a model: a row's keys, values and queries are the same in any batch and with any padding.
+
+L is layers, n tokens of a forward, D head_dim.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -20,7 +23,7 @@ from calib.runtime.tiered.store import TieredStore
 
 @dataclass
 class Tokens:
-    """What one row feeds to every layer: `queries [layers, heads, n, D]`, `keys`, `values [layers, kv_heads, n, D]`."""
+    """Tokens of one row for every layer: `queries [layers, heads, n, D]`, `keys` and `values [layers, kv_heads, n, D]`."""
 
     queries: Tensor
     keys: Tensor
@@ -28,7 +31,7 @@ class Tokens:
 
     @classmethod
     def random(cls, model, count: int, seed: int, magnitude: float = 1.0) -> "Tokens":
-        """`count` tokens in the model's dtype, with channels of unequal size as real keys have them."""
+        """`count` random tokens in the model's dtype, with channels of unequal size, as in real keys."""
         config, draw = model.config, torch.Generator().manual_seed(seed)
         width = 0.3 + 2 * torch.rand(config.num_hidden_layers, 1, 1, config.head_dim, generator=draw)
         shapes = [config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads]
@@ -48,9 +51,9 @@ class Tokens:
 def feed(
     cache: CompressedCache, rows: list[Tokens], columns: int | None = None, devices: Sequence[str] = ("cpu", "cpu")
 ) -> list[list[Tensor]]:
-    """One forward: row i adds `rows[i]`, left-padded to `columns` with rubbish, layer l on `devices[l]`.
+    """Run one forward: row i adds `rows[i]`, left-padded to `columns` with the number 77; layer l is on `devices[l]`.
 
-    Returns outputs `[layer][row]` `[heads, n, D]`.
+    Returns attention outputs `[layer][row]`, each `[heads, n, D]`, without padding.
     """
     columns = columns or max(map(len, rows))
     held = cache.sequences.lengths or [0] * len(rows)
@@ -73,12 +76,12 @@ def feed(
 
 
 def decoded(cache: CompressedCache, tokens: Tokens, prompt: int) -> None:
-    """The prompt, then every token in a forward of its own."""
+    """Feed the first `prompt` tokens in one forward, then every token in a decode step."""
     forwards(cache, tokens, [prompt] + [1] * (len(tokens) - prompt))
 
 
 def forwards(cache: CompressedCache, tokens: Tokens, sizes: list[int]) -> None:
-    """The tokens in forwards of these sizes; of those that bring nothing, none."""
+    """Feed the tokens in forwards of these sizes; sizes of 0 are skipped."""
     at = 0
     for size in filter(None, sizes):
         feed(cache, [tokens[at : at + size]])
@@ -91,10 +94,10 @@ def _padded(part: Tensor, columns: int) -> Tensor:
 
 
 def stored(cache: CompressedCache, row: int, layers: Sequence[int] | None = None) -> dict[str, Tensor]:
-    """Everything stored of one row, by name, `[kv_heads, tokens, width]` each: packed fields in the order of their slots,
-    exact windows; of tiers also the mass of what is held and what was measured for the row.
+    """Everything stored of one row, by name, `[kv_heads, tokens, width]` each: packed fields in the order of their slots and exact
+    windows; of tiered stores also accumulated attention ("mass") and the numbers that a transform measured on the row.
 
-    Of a store in two places both; pairs that were fetched for a while are no part of what is stored.
+    Of an `OffloadStore` both the device's and the host's store; pairs fetched to the device are not part of it.
     """
     bits = {}
     for number, layer in enumerate(cache.compressed):
@@ -104,7 +107,7 @@ def stored(cache: CompressedCache, row: int, layers: Sequence[int] | None = None
 
 
 def parts_of(store: OrderedStore | TieredStore | OffloadStore, row: int) -> Iterator[tuple[str, Tensor]]:
-    """What any store has of a row."""
+    """Names and tensors of everything that a store has of a row."""
     if isinstance(store, OffloadStore):
         yield from parts_of(store.low, row)
         yield from ((f"host {name}", part) for name, part in parts_of(store.host, row))
@@ -149,13 +152,13 @@ def in_tiers(store: TieredStore, row: int) -> Iterator[tuple[str, Tensor]]:
 
 
 def trimmed(numbers: Tensor) -> Tensor:
-    """Numbers of a segment without the zeros behind them: beside a row with a longer prompt there are more."""
+    """Parameters of a segment without trailing zeros, which are there if another row of the batch has a longer prompt."""
     used = numbers.ne(0).any(1).any(0).nonzero()
     return numbers[..., : int(used[-1]) + 1 if len(used) else 0]
 
 
 def sequence_states(cache: CompressedCache) -> list[tuple[SequenceState, int, PageTable]]:
-    """Every table of a cache with the sequence state it belongs to and its number there, as `pools_of` lists their pools."""
+    """Every page table of a cache, with its sequence state and its number in it, in the order of `pools_of`."""
     found, rows = [], cache.sequences
     while rows is not None:
         found += [(rows, number, table) for number, table in enumerate(rows.tables)]
@@ -164,7 +167,8 @@ def sequence_states(cache: CompressedCache) -> list[tuple[SequenceState, int, Pa
 
 
 def pools_of(store: OrderedStore | TieredStore | OffloadStore) -> list[list[PagePool]]:
-    """The pools that each table of pages serves: both streams of an ordered store, one of each tier, all rows' parameters."""
+    """The pools that share each page table: of an ordered store, keys and values; of a tiered one, each tier's, and those of row
+    parameters."""
     if isinstance(store, OffloadStore):
         return pools_of(store.low) + pools_of(store.host)
     if isinstance(store, TieredStore):
@@ -179,8 +183,8 @@ def slots_of(tensor: Tensor, table: PageTable, row: int) -> Tensor:
 
 
 def differing(found: dict[str, Tensor], expected: dict[str, Tensor], mass: float = FLOAT32_ATTENTION) -> list[str]:
-    """The parts that two rows do not hold alike: bit for bit, whatever the dtype, but `mass` may be off by that share of
-    the largest: a sum of attention depends on the shapes of the products it comes from."""
+    """Names of the parts in which two rows differ. Parts are compared bit for bit, whatever their dtype; accumulated attention may
+    differ by the share `mass` of its largest entry, because sums of attention depend on the shapes of the products."""
     names = sorted(found.keys() ^ expected.keys())
     for name in found.keys() & expected.keys():
         mine, other = found[name].double(), expected[name].double()

@@ -1,4 +1,4 @@
-"""All tensors of this process, whoever holds them."""
+"""Counts all tensors of this process that the garbage collector knows."""
 
 import gc
 

@@ -1,6 +1,6 @@
-"""What a forward met of the tokens a layer held, also where some came from the host: low-bit ones, exact ones, or a mixture.
+"""The tokens that a forward attended to, also if some came from the host: low-bit ones, exact ones, or a mixture.
 
-Which tokens were fetched is read from the store: that these are the right ones is for tests/placement to say.
+Which tokens were fetched is read from the store; tests/placement tests that these are the right ones.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ from calib.runtime.offload.top_tokens import TopTokensStore
 
 
 class Moment:
-    """One row of a layer before a forward; `met` tells afterwards what the forward attended to."""
+    """The state of one row of a layer before a forward; after it, `met` returns the tokens that the forward attended to."""
 
     def __init__(self, layer: CompressedLayer, row: int) -> None:
         self.store: Any = layer.store
@@ -29,9 +29,9 @@ class Moment:
             )
 
     def met(self, columns: int, speculative: bool) -> Held:
-        """Tokens as a forward of so many columns met them; those of a store in two places in order, GARBAGE with position -1
-        where it met none. A step with a speculative token attends to the fetched tokens that were there, any other to those that
-        it fetched itself."""
+        """The tokens that a forward of `columns` columns attended to. Of an `OffloadStore` they are in order of position, with
+        GARBAGE and position -1 for tokens that it did not attend to. A step with a speculative token uses the tokens that were
+        fetched before it, any other forward those that it fetched itself."""
         if not isinstance(self.store, OffloadStore):
             return self.held
         if isinstance(self.store, TopTokensStore):
@@ -56,6 +56,6 @@ class Moment:
 
 
 def moments(cache: CompressedCache) -> list[list[Moment]]:
-    """Every row of every compressed layer that holds anything."""
+    """The state of every row of every compressed layer that has a store, as `[layer][row]`."""
     rows = range(len(cache.sequences.lengths))
     return [[Moment(layer, row) for row in rows] for layer in cache.compressed if layer.store is not None]

@@ -1,4 +1,4 @@
-"""Exported graphs in onnxruntime beside the runtime's own stages, on a small artifact and inputs that are hard to round."""
+"""Runs exported graphs in onnxruntime and the runtime's own stages, on a small artifact and inputs that are hard to round."""
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ BASES = ("keys.residual.*x1.4", "values.residual.1x*.4", "keys.residual.*x*.4", 
 
 
 def small_artifact():
-    """Random tensors of every kind that a method reads, for `GEOMETRY`."""
+    """An artifact with random tensors of every kind that an exported method reads, for `GEOMETRY`."""
     draw = torch.Generator().manual_seed(5)
     shape = (GEOMETRY.layers, GEOMETRY.kv_heads, GEOMETRY.head_dim)
     tensors = {}
@@ -37,7 +37,7 @@ def small_artifact():
         tensors[name] = 0.5 + torch.rand(shape, generator=draw)
     tensors |= toy_thresholds(shape, (0.02, 0.1), draw) | toy_dictionaries(shape, 64, draw)
     tensors |= {name: toy_basis(shape, 4, draw) for name in BASES}
-    # Atoms that resemble each other, as trained ones do: refitted coefficients then differ much from products.
+    # Similar atoms, as in trained dictionaries: coefficients of orthogonal pursuit then differ much from inner products.
     atoms = tensors["keys.dictionary"].float()
     atoms = atoms[:, :8].repeat_interleave(8, 1) + 0.4 * atoms
     tensors["keys.dictionary"] = torch.nn.functional.normalize(atoms, dim=-1).half()
@@ -53,7 +53,7 @@ def request(method, options, artifact=None, geometry=GEOMETRY, fp32_params=False
 
 
 class Graphs:
-    """The models of a layer as functions of named arrays; sessions are made once."""
+    """The ONNX models of a layer as functions of named arrays; each model's session is made once."""
 
     def __init__(self, asked, layer=LAYER):
         self.layer, self.models, self.sessions = asked.layer(layer), asked.models(layer), {}
@@ -74,7 +74,7 @@ class Graphs:
         return dict(zip((found.name for found in session.get_outputs()), session.run(None, given), strict=True))
 
     def streams(self):
-        """Every packed stream with the beginning of its graphs' names."""
+        """Every packed stream, with the prefix of its graphs' names."""
         return [
             (f"{tier.name}{stream.role}.", stream)
             for tier in self.layer.tiers
@@ -84,7 +84,8 @@ class Graphs:
 
 
 def measured(stream, tokens, query, fp32_params):
-    """The stream's transform as the runtime has it after these first tokens, and its numbers."""
+    """The stream's transform, measured by the runtime on these first tokens, and its parameters by the names of the graphs'
+    inputs."""
     if not stream.measured:
         return stream.transform, {}
     transform = stream.transform.measure(tokens, query, torch.float32 if fp32_params else torch.float16)
@@ -92,14 +93,14 @@ def measured(stream, tokens, query, fp32_params):
 
 
 def owns(stream):
-    """Names of a transform's numbers in a graph and in the runtime's stage."""
+    """Names of a measured transform's parameters, as pairs: in a graph, and in the runtime's stage."""
     return [
         (name, {"half": "scale"}.get(name, name) if len(stream.numbers()) == 1 else name) for name in stream.numbers()
     ]
 
 
 def block_of(stream, transform, tokens, fp32_params):
-    """What the runtime stores of `tokens`: blocks that are segments of their own one after the other."""
+    """The fields that the runtime stores for `tokens`, encoded block by block if blocks are segments, and concatenated."""
     size = getattr(stream.writer, "tokens", None) or tokens.shape[2]
     parts = [encoded(transform, stream.codec, part.contiguous(), fp32_params) for part in tokens.split(size, 2)]
     return {
@@ -109,8 +110,8 @@ def block_of(stream, transform, tokens, fp32_params):
 
 
 def predicted(stream, keys_stream, keys):
-    """What the codes of these keys predict of their values, as the runtime has it, and the keys' fields as graphs of values take
-    them; 0 and none where nothing is predicted."""
+    """The runtime's prediction of values from the codes of `keys`, and the keys' fields as inputs of the values' graphs; 0 and no
+    inputs if values are not predicted."""
     if stream.predicted is None:
         return 0.0, {}
     block = block_of(keys_stream, keys_stream.transform, keys, False)
@@ -123,25 +124,25 @@ def arrays(block):
 
 
 def decoded(stream, transform, block):
-    """x^ as the runtime has it."""
+    """x^ decoded by the runtime, with the transform undone."""
     return transform.inverse(stream.codec.decode(block, stream.shape.channels))
 
 
 def sizes(stream):
-    """Numbers of tokens that the stream may be given: one group, around a block, and odd where tokens stand alone."""
+    """Numbers of tokens to encode: one and three groups; or, if tokens are encoded independently, 1, 19 to 21 and 33."""
     group = getattr(stream.writer, "tokens", None) or stream.codec.token_group()
     return (group, 3 * group) if group > 1 else (1, 19, 20, 21, 33)
 
 
 def random_tokens(shape, seed, dtype=torch.float32):
-    """Order 1, with a channel ten times as large, as keys have it."""
+    """Random float32 tokens, rounded to `dtype`, of order 1, with one channel ten times as large, as in keys."""
     x = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
     x[..., 3] *= 10
     return x.to(dtype).float()
 
 
 def hard_tokens(shape):
-    """By name: what rounds, ties, or nearly leaves float16."""
+    """Tokens by name that are hard to round: with few bits, all equal, or at the ends of float16's range."""
     signs = random_tokens(shape, 11).sign()
     return {
         "bfloat16": random_tokens(shape, 12, torch.bfloat16),
@@ -153,6 +154,6 @@ def hard_tokens(shape):
 
 
 def tie(ours, theirs, exact, size):
-    """Whether two stored numbers that differ are the neighbours of a number half-way between them, to 1e-6 of `size`."""
+    """Where the exact number is half-way between two stored numbers that differ, to 1e-6 of `size`: a tie in rounding."""
     half_way = (np.asarray(ours, np.float64) + np.asarray(theirs, np.float64)) / 2
     return np.abs(exact - half_way) <= 1e-6 * size

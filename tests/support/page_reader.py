@@ -1,10 +1,10 @@
-"""A page as a browser takes it in, without one."""
+"""Parses an HTML page, without a browser."""
 
 from html.parser import HTMLParser
 
 
 class Reader(HTMLParser):
-    """What a browser finds: texts, elements with their attributes, tables' rows; and that every element is closed."""
+    """A page's texts, elements with their attributes, and table rows; asserts that every element is closed."""
 
     VOID = {"meta"}
 

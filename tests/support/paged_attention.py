@@ -1,4 +1,7 @@
-"""Pages of random codes and what they hold, and attention over them, in float64 from the formats' description alone."""
+"""Pages of random codes and their decoded tokens, and attention over them, in float64 from the formats' description alone.
+
+R is the query rows of a KV head (query heads x columns), D the channels, slots the token slots of a row's pages.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -14,8 +17,8 @@ EXACT_TYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": 
 
 @dataclass(frozen=True)
 class Kind:
-    """How keys or values are stored: bits of a code or the type of exact tokens, and how their parameters lie: "fixed", "token" for
-    `size` groups of channels, or "channel" for groups of `size` tokens."""
+    """How keys or values are stored: the `bits` of a code, or the dtype of exact tokens; and the groups of their parameters:
+    "fixed" (none), "token" for groups of `size` channels of a token, or "channel" for groups of `size` tokens of a channel."""
 
     bits: int | str
     parameters: str = ""
@@ -27,7 +30,7 @@ class Kind:
 
 @dataclass(frozen=True)
 class Pages:
-    """A stream as kernels get it, and its tokens in float64 `[pages, kv_heads, page_tokens, D]`."""
+    """A stream in the form that kernels take, and its decoded tokens in float64 `[pages, kv_heads, page_tokens, D]`."""
 
     stream: PackedStream
     tokens: Tensor
@@ -42,10 +45,10 @@ def pages_of(
     steady: bool = False,
     scaled: bool = False,
 ) -> Pages:
-    """Random pages whose tokens are `scale` times numbers of order 1, by parameters that all heads share or not.
+    """Random pages whose tokens are `scale` times numbers of order 1; with `shared`, all heads have the same parameters.
 
-    Scales differ up to 40 times from token to token (or group to group), the largest somewhere; `steady`: up to 2 times. `scaled`:
-    each page's channels have scales besides, one of them 0.
+    Steps of groups differ by a factor of up to 40; with `steady`, of up to 2. With `scaled`, the channels of each page also have
+    scales, one of them 0.
     """
     draw = torch.Generator().manual_seed(seed)
     count, heads, page, channels = shape
@@ -79,8 +82,8 @@ def pages_of(
 
 @dataclass(frozen=True)
 class Expected:
-    """Of an attention in float64: `scores [rows, kv_heads, R, slots]`, -inf where hidden, their log-sum-exp `[..., R, 1]`, the
-    output `[..., R, D]` (0 where all is hidden), and for each query row the largest sum of sizes of a score's terms."""
+    """Attention in float64: `scores [rows, kv_heads, R, slots]`, -inf for masked slots; `normaliser`, their log-sum-exp `[..., R,
+    1]`; `output [..., R, D]`, 0 if all slots are masked; `terms [..., R, 1]`, the largest sum of magnitudes of a score's terms."""
 
     scores: Tensor
     normaliser: Tensor
@@ -89,7 +92,7 @@ class Expected:
 
 
 def of_rows(pages: Tensor, table: Tensor) -> Tensor:
-    """Pages `[pages, kv_heads, page_tokens, n]` as rows have them, `[rows, kv_heads, slots, n]`."""
+    """Gather pages `[pages, kv_heads, page_tokens, n]` by the rows' page tables: `[rows, kv_heads, slots, n]`."""
     return pages[table.long()].transpose(1, 2).flatten(2, 3)
 
 
@@ -102,8 +105,8 @@ def attention(
     softcap: float | None = None,
     rotated: Callable[[Tensor], Tensor] | None = None,
 ) -> Expected:
-    """Softmax attention in float64 over what `span` says, query rows group-major and then by columns; `rotated` brings keys of
-    all slots to their positions."""
+    """Softmax attention in float64 over the slots of `span`; query rows are ordered by query head, then by column. `rotated`
+    applies RoPE to the keys of all slots."""
     k, v = (of_rows(pages.tokens, span.table) for pages in (keys, values))
     k = k if rotated is None else rotated(k)
     scores, slots = query.double() @ k.mT, torch.arange(k.shape[2])
@@ -128,8 +131,8 @@ def attention(
 
 
 def assert_attended(found: Attended, expected: Expected, values: Tensor, of_scores: float, of_output: float) -> None:
-    """Scores within `of_scores` of the size of their terms, the output within `of_output` of the largest value and what such scores
-    make of it; nothing is NaN, and where all is hidden there is nothing."""
+    """Assert that scores and log-sum-exp differ by at most `of_scores` x the magnitudes of their terms, and the output by at most
+    (`of_output` + `of_scores` x terms) x the largest value; that all is finite, and 0 for query rows whose slots are all masked."""
     if found.scores is not None:
         assert torch.equal(found.scores == -torch.inf, expected.scores == -torch.inf)
         seen = expected.scores > -torch.inf

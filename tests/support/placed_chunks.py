@@ -1,4 +1,4 @@
-"""Chunks whose keys tell where they begin, and an artifact that was fitted on such keys."""
+"""Chunks from whose keys the start position can be found, and an artifact for such keys."""
 
 import torch
 from cases import calibrated_artifact
@@ -7,11 +7,11 @@ from toy_models import random_model
 
 from calib.runtime import Artifact, Codec
 
-SPREAD = -12  # e-folds over which the variances of keys before RoPE fall in a head
+SPREAD = -12  # the smallest variance of a head's components of keys before RoPE is e^SPREAD of the largest
 
 
 def fitted() -> Artifact:
-    """`calibrated_artifact` of a toy Llama, for keys whose variances fall over a head, as a model's do."""
+    """`calibrated_artifact` of a toy Llama, with variances of keys that fall from component to component, as a model's do."""
     artifact = calibrated_artifact(random_model("llama"))
     tensors = dict(artifact.tensors)
     spread = torch.linspace(0, SPREAD, tensors["keys.klt.before.mean"].shape[2]).exp()[:, None]
@@ -23,7 +23,8 @@ def fitted() -> Artifact:
 def placed(
     artifact: Artifact, codec: Codec, tokens: int, start: int, dtype: torch.dtype, seed: int = 0
 ) -> torch.Tensor:
-    """`[2, layers, tokens, kv_heads * D]`: Gaussian keys before RoPE of the artifact's means and covariances, rotated."""
+    """A chunk `[2, layers, tokens, kv_heads * D]` from position `start` on: Gaussian keys with the artifact's means and covariances
+    before RoPE, rotated to their positions; Gaussian values."""
     mean, basis, errors = (artifact.tensor(f"keys.klt.before.{kind}").double() for kind in ("mean", "basis", "errors"))
     draw = torch.Generator().manual_seed(seed)
     y = torch.randn(*mean.shape[:2], tokens, mean.shape[2], generator=draw).double() * errors[:, :, None, :, 0].sqrt()

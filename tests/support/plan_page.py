@@ -1,5 +1,5 @@
-"""What tests of plans share: Llama-2-7B's configuration, the outputs of `--plan` that docs/plan.md shows, and which of their
-paragraphs depend on the machine."""
+"""Shared by tests of plans: Llama-2-7B's configuration, the outputs of `--plan` in docs/plan.md, and their paragraphs that depend
+on the machine."""
 
 import re
 
@@ -11,7 +11,7 @@ LLAMA2 = {
 
 
 def example(page, name="example"):
-    """A command's output as the page shows it."""
+    """The output of a command on the page, between the comments `<!-- name -->` and `<!-- end of name -->`."""
     return page.partition(f"<!-- {name} -->\n")[2].partition(f"\n<!-- end of {name} -->")[0].strip("`\n")
 
 

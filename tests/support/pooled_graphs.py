@@ -1,4 +1,4 @@
-"""CUDA graphs on a machine without a GPU, with the one rule of the allocator that graphs of one pool have to keep.
+"""Simulated CUDA graphs for a machine without a GPU, with the allocator's rule for graphs that share a memory pool.
 
 Each graph is a `Tape`. A pool lives from the first capture into it until its last graph is gone; torch's allocator then refuses
 every further capture into it (`create_or_incref_pool` in c10/cuda/CUDACachingAllocator.cpp asserts that a pool has a user).
@@ -13,7 +13,7 @@ from step_tape import Tape
 
 
 class PooledGraph:
-    """Stands for `torch.cuda.CUDAGraph`; `live` counts the graphs of every pool that was ever captured into."""
+    """Replaces `torch.cuda.CUDAGraph`; `live` counts the graphs of every pool that was ever captured into."""
 
     live: Counter[object] = Counter()
 
@@ -21,7 +21,7 @@ class PooledGraph:
         self.tape, self.pool = Tape(), None
 
     def capture_begin(self, pool: object, capture_error_mode: str) -> None:
-        """RuntimeError where all graphs of the pool are gone."""
+        """Begin to record; raises RuntimeError if the pool had graphs and all of them are deleted."""
         if self.live.get(pool) == 0:
             raise RuntimeError("it->second->use_count > 0 INTERNAL ASSERT FAILED")
         self.live[pool] += 1
@@ -29,11 +29,11 @@ class PooledGraph:
         self.tape.begin()
 
     def capture_end(self) -> None:
-        """Nothing of it has run."""
+        """End the recording; tensors from before it have their old content again, as after a capture, which runs nothing."""
         self.tape.end()
 
     def replay(self) -> None:
-        """See `Tape.replay`."""
+        """Run the recorded operations again (`Tape.replay`)."""
         self.tape.replay()
 
     def __del__(self) -> None:
@@ -42,17 +42,17 @@ class PooledGraph:
 
 
 class _Stream:
-    """What is queued on it is done at once."""
+    """Replaces `torch.cuda.Stream`: operations on it run at once."""
 
     def __init__(self, device: Any = None) -> None:
         self.device = device
 
     def wait_stream(self, other: "_Stream") -> None:
-        """Nothing to wait for."""
+        """Does nothing."""
 
 
 def use(monkeypatch: Any) -> Counter[object]:
-    """torch.cuda's graphs and streams are these from now on; the count of live graphs by pool."""
+    """Replace torch.cuda's graphs and streams until the end of the test; return the count of live graphs by pool."""
     monkeypatch.setattr(PooledGraph, "live", Counter())
     for name, stand_in in {
         "CUDAGraph": PooledGraph,

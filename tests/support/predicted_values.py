@@ -1,4 +1,4 @@
-"""Values whose codes are of components, beside what the codes of their keys predict: random tables, and the values in float64."""
+"""Values as codes of components plus a prediction from the codes of their keys: random tables, and the values in float64."""
 
 from dataclasses import replace
 
@@ -16,8 +16,9 @@ CHANNELS, REACH = 24, 2**14
 def predicted_values(
     values: Pages, own: Words, sizes: Sizes, keys: Pages, of_keys: Words, key_sizes: Sizes, beside: Tensor | float = 0
 ) -> tuple[Pages, CodeFold]:
-    """Of values and keys that have sizes. The values are of `CHANNELS`, which every component has a part in, and behind them of a
-    channel for each component of the keys, which says this one alone; all reach about equally far. `beside` is added to s c."""
+    """Decode the sized components of `values` and add the prediction from the sized `keys`: the pages with their tokens in float64,
+    and the `CodeFold` of the kernels. Values have `CHANNELS` channels to which all components contribute, and one more for each
+    component of the keys, which depends on that one alone; all have about the same range. `beside` is added to s c."""
     draw = torch.Generator().manual_seed(11)
     heads, components, of_key = len(own.counts), len(own.levels()), len(of_keys.levels())
     wide, largest = CHANNELS + of_key, (of_keys.levels() - 1).float()

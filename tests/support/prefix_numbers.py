@@ -1,4 +1,4 @@
-"""What is done to a saved cache's numbers, names and pages, and to its document: each change takes a file and random numbers."""
+"""Changes of a saved cache's document: its numbers, names and page tables. Each takes a file and a random generator."""
 
 from copy import deepcopy
 from random import Random
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from saved_prefixes import File
 
-# One number that a file may say instead of another.
+# Values that replace a number of the document.
 NUMBERS: list[Any] = [
     *(-1, 0, 1, 2, 3, 7, 31, 127, 128, 129, 10**3, 10**6, 10**12, 2**31 - 1, 2**31, 2**63 - 1, 2**63, 2**70, -(2**63)),
     *(
@@ -43,12 +43,12 @@ LEAF_NAMES = [
 
 
 def any_number(draw: Random) -> Any:
-    """A value of its own: what is done to it afterwards must not reach later cases."""
+    """A random entry of NUMBERS, copied, so that later changes of it do not affect other cases."""
     return deepcopy(draw.choice(NUMBERS))
 
 
 def number(file: File, draw: Random) -> None:
-    """Another value for a number, or for an entry of a list of them."""
+    """Replace a number, or an entry of a list of numbers."""
     numbers = file.document["numbers"]
     name = draw.choice(sorted(numbers))
     value = numbers[name]
@@ -62,14 +62,14 @@ def number(file: File, draw: Random) -> None:
 
 
 def another(value: Any, draw: Random) -> Any:
-    """Near the value, or anything at all."""
+    """A whole number near `value`, or any entry of NUMBERS."""
     if type(value) is int and draw.random() < 0.4:
         return value + draw.choice([-128, -64, -2, -1, 1, 2, 64, 128])
     return any_number(draw)
 
 
 def all_seen(file: File, draw: Random) -> None:
-    """The same number of columns, or of rows' tokens, everywhere."""
+    """Set the number of seen columns of all layers, and perhaps the lengths of all rows, to one number."""
     value = draw.choice(NUMBERS[:19])
     for name in file.document["numbers"]:
         if name.endswith("/seen"):
@@ -80,14 +80,14 @@ def all_seen(file: File, draw: Random) -> None:
 
 
 def shape_of_heads(file: File, draw: Random) -> None:
-    """Heads and channels that are not the model's."""
+    """Replace numbers of heads and channels by others than the model's."""
     for name in file.document["numbers"]:
         if name.endswith("_shape") and draw.random() < 0.7:
             file.document["numbers"][name] = [draw.choice(NUMBERS[:19]), draw.choice(NUMBERS[:19])]
 
 
 def pages(file: File, draw: Random) -> None:
-    """A page twice, one row's in another's place, one too many or too few, a capacity."""
+    """Change a page table: repeat, exchange, add, remove or renumber pages, exchange rows, or change its capacity."""
     numbers = file.document["numbers"]
     table = draw.choice(sorted(name for name in numbers if name.startswith("rows/") and name.endswith("/rows")))
     rows = numbers[table]
@@ -110,7 +110,7 @@ def pages(file: File, draw: Random) -> None:
 
 
 def renamed(file: File, draw: Random) -> None:
-    """A leaf gone, renamed, or one more, perhaps below another leaf."""
+    """Remove or rename a number or tensor, or add one, perhaps under the name of another as a folder."""
     where: dict[str, Any] = draw.choice([file.document["numbers"], file.tensors])
     other = draw.choice([file.document["numbers"], file.tensors])
     chosen = draw.choice(sorted(where))
@@ -127,7 +127,7 @@ def renamed(file: File, draw: Random) -> None:
 
 
 def part(file: File, draw: Random) -> None:
-    """Another value for a part of the document, or for an entry of what made it."""
+    """Remove, replace or add an entry of the document, of its fingerprint or of the record of how it was made."""
     where = draw.choice([file.document, file.document["fingerprint"], file.document["made"]])
     kind = draw.randrange(3)
     key = draw.choice(sorted(where))
@@ -140,7 +140,7 @@ def part(file: File, draw: Random) -> None:
 
 
 def document(file: File, draw: Random) -> None:
-    """A document of another form, sealed all the same."""
+    """Replace large parts of the document by other JSON; checksums are correct."""
     kind = draw.randrange(5)
     if kind == 0:
         file.document["numbers"] = any_number(draw)

@@ -1,7 +1,7 @@
-"""A float64 walk along a pursuit's own choices, and the vectors and dictionaries that pursuits are tested on.
+"""A float64 pursuit that follows the atoms chosen by the code under test, and vectors and dictionaries to test pursuits on.
 
-A choice is discontinuous: where two atoms are as good as float32 can tell, either may be taken. So the walk follows the
-choice it was given, says by how much another was better, and goes on from there in float64.
+The choice of an atom is discontinuous: if two atoms are equally good in float32, either may be chosen. So this pursuit takes the
+given choice, reports by how much the best atom was better, and continues from the given one in float64.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from calib.kernels.matching_pursuit.reference import RUN
 
-# vectors, width, atoms, sparsity: one of each, runs that end inside (N % RUN), more steps than atoms or channels.
+# (vectors, width, atoms, sparsity): 1 of each, atoms that are no multiple of RUN, more steps than atoms or channels.
 SHAPES = [(1, 1, 1, 1), (1, 8, 5, 3), (7, 3, 2, 16), (33, 16, RUN, 8), (50, 24, RUN + 1, 16), (40, 32, 300, 16)]
 
 
@@ -22,7 +22,7 @@ def randn(*shape: int, seed: int = 0) -> Tensor:
 
 
 def unit(x: Tensor) -> Tensor:
-    """Rows of length 1, rounded as a dictionary's are stored: |d| is 1 to within 2^-11."""
+    """Rows of norm 1, rounded to float16 as in a stored dictionary, so that |d| is 1 to within 2^-11."""
     return torch.nn.functional.normalize(x, dim=-1).half().float()
 
 
@@ -31,7 +31,7 @@ def normal(vectors: int, width: int, count: int, seed: int = 0) -> tuple[Tensor,
 
 
 def clustered(vectors: int, width: int, count: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Vectors around centres, some long; the dictionary has others of the same clusters."""
+    """Vectors around 24 centres, with lengths that grow 200-fold; atoms are other points of the same clusters."""
     centres = 2 * randn(24, width, seed=seed)
     whole = centres.repeat(-(-(vectors + count) // 24), 1)[: vectors + count]
     whole = whole + randn(*whole.shape, seed=seed + 1)
@@ -39,7 +39,7 @@ def clustered(vectors: int, width: int, count: int, seed: int = 0) -> tuple[Tens
 
 
 def tied(vectors: int, width: int, count: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Vectors for which two atoms are equally good, but for rounding; a third of their norm is orthogonal to both."""
+    """Vectors for which two atoms are equally good up to rounding; a part of norm 1/2 is orthogonal to both."""
     atoms = unit(randn(count, width, seed=seed))
     two = torch.stack([atoms[torch.arange(start, start + vectors) % count].double() for start in (0, 7)], 1)
     products = two @ two.mT
@@ -54,9 +54,10 @@ def tied(vectors: int, width: int, count: int, seed: int = 0) -> tuple[Tensor, T
 def walk(
     x: Tensor, atoms: Tensor, index: Tensor, orthogonal: bool = False
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Float64 pursuit along given choices: `[V, s]` how much better the best atom was, and coefficients of the last step.
+    """Run a float64 pursuit of `x [V, D]` with the chosen atoms `index [V, s]`; `orthogonal`: with least squares in every step.
 
-    Also `[V, s + 1]` what was left, before the first step and after every one.
+    Returns three arrays: `[V, s]`, by how much the largest |correlation| exceeded that of the chosen atom; `[V, s]`, the
+    coefficients after the last step; `[V, s + 1]`, the norm of the residual before the first step and after each.
     """
     short, coefficients, left = (np.zeros((*index.shape[:1], index.shape[1] + more)) for more in (0, 0, 1))
     dictionary = atoms.double().numpy()
@@ -79,7 +80,7 @@ def walk(
 
 
 def lengths_left(x: Tensor, atoms: Tensor, index: Tensor, coefficient: Tensor) -> np.ndarray:
-    """`[V, s + 1]`: |x - x^| after none, one, ... of the pairs."""
+    """|x - x^| with the first 0, 1, ... s pairs, float64 `[V, s + 1]`."""
     parts = coefficient.double()[..., None] * atoms.double()[index]
     return np.concatenate(
         [x.double().norm(dim=-1)[:, None], (x.double()[:, None] - parts.cumsum(1)).norm(dim=-1)], axis=1
@@ -88,7 +89,8 @@ def lengths_left(x: Tensor, atoms: Tensor, index: Tensor, coefficient: Tensor) -
 
 @st.composite
 def problems(draw: Any) -> tuple[Tensor, Tensor, int]:
-    """Odd shapes; atoms repeated, negated, nearly equal, zero; vectors zero, tiny, large, atoms themselves."""
+    """Draw (vectors, atoms, sparsity): odd shapes; repeated, negated, nearly equal or zero atoms; zero, tiny or large vectors, or
+    multiples of an atom."""
     vectors, width, count = draw(st.integers(1, 9)), draw(st.integers(1, 17)), draw(st.integers(1, 140))
     x, atoms = normal(vectors, width, count, seed=draw(st.integers(0, 2**20)))
     for kind in draw(st.lists(st.sampled_from(["repeat", "negate", "near", "zero", "all zero"]), max_size=3)):

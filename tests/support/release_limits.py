@@ -1,11 +1,11 @@
-"""What some supported releases of transformers cannot do by themselves; asked of the release, not of its number."""
+"""Limits of some supported releases of transformers, found by trying the feature, not by the version number."""
 
 import torch
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 
 def drafts_may_slide() -> bool:
-    """Whether a draft model may have sliding layers: whether these show no more than their window while they record."""
+    """Whether a draft model may have sliding-window layers: whether these return only their window while they record the past."""
     layer = DynamicSlidingWindowLayer(sliding_window=4)
     layer.activate_past_recording()
     for _ in range(8):

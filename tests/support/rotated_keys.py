@@ -1,4 +1,4 @@
-"""Pages of codes of components before RoPE, what they make of keys in float64, and the turns to their positions."""
+"""Pages of codes of key components before RoPE, the decoded keys in float64, and their rotation to positions."""
 
 import torch
 from mixed_words import Words
@@ -11,7 +11,7 @@ HEADS = 3
 
 
 def keys_of(own: Words, channels: int, seed: int) -> tuple[Pages, RopeTables]:
-    """Random codes of components, and what they make of keys before RoPE, in float64; no tables yet."""
+    """Random pages of codes with their decoded keys before RoPE in float64, and `RopeTables` whose two tables are still empty."""
     draw = torch.Generator().manual_seed(seed)
     levels, (pages, codes) = own.levels(), own.drawn(3, draw)
     axes = torch.randn(HEADS, len(levels), channels, generator=draw) / levels[:, None] * own.own().mT
@@ -22,13 +22,13 @@ def keys_of(own: Words, channels: int, seed: int) -> tuple[Pages, RopeTables]:
 
 
 def tables(rotation: Rotation, first: int, count: int) -> dict[str, torch.Tensor]:
-    """The tables of `count` positions from `first` on."""
+    """The coarse and fine RoPE tables for `count` positions from `first` on."""
     coarse, fine = rotation.strided(first, first + count, torch.device("cpu"))
     return {"coarse": coarse, "fine": fine}
 
 
 def make_rope_tables(rotation: Rotation, positions: torch.Tensor):
-    """Keys `[rows, kv_heads, slots, D]` in float64 turned to `positions`, which broadcast."""
+    """Return a function that rotates keys `[rows, kv_heads, slots, D]` to `positions`, which broadcast, in float64."""
 
     def rotated(keys: torch.Tensor) -> torch.Tensor:
         angles = positions.double()[..., None] * rotation.frequencies

@@ -1,4 +1,4 @@
-"""Saved caches in parts, to be changed and put together again with their checksums made right; and whole ones of every kind."""
+"""Saved caches split into parts that tests change and join again with correct checksums; and intact ones of every kind."""
 
 import json
 from collections.abc import Callable
@@ -29,17 +29,18 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass
 class File:
-    """A saved cache in parts: the JSON document, tensors by name; `raw` edits come after both were put together."""
+    """A saved cache in parts: its JSON document and its tensors by name. `header` edits change the safetensors header, `raw` edits
+    the bytes of the joined file."""
 
     document: Any
     tensors: dict[str, torch.Tensor]
-    seals: bool = True  # checksums are made right
+    seals: bool = True  # whether `data` computes correct checksums
     header: list[Callable[[dict[str, Any]], None]] = field(default_factory=list)
     raw: list[Callable[[bytes], bytes]] = field(default_factory=list)
 
     @staticmethod
     def of(data: bytes) -> "File":
-        """The parts of a file that is whole."""
+        """Split an intact file into its parts."""
         header, body = split(data)
         tensors = {}
         for name, entry in header.items():
@@ -50,7 +51,7 @@ class File:
         return File(json.loads(header["__metadata__"][KEY]), tensors)
 
     def data(self) -> bytes:
-        """The file."""
+        """Join the parts and return the file's bytes."""
         document = self.document
         if self.seals and isinstance(document, dict):
             document["crc32"] = crc32(self.tensors)
@@ -72,8 +73,8 @@ class File:
         return data
 
 
-# (case, family, size of keys and values): every store and codec, layers that slide beside or throughout, and parameters that 16
-# bits do not hold.
+# (case, family, factor on keys and values): every store and codec, models with some or only sliding-window layers, and values so
+# large that parameters need float32.
 BASES = [
     *(
         (case, "llama", 1.0)
@@ -92,7 +93,7 @@ BASES = [
 
 @dataclass(frozen=True)
 class Base:
-    """A saved cache that is whole, the model that made it and the case that opens it."""
+    """An intact saved cache, the model that made it and the case that opens it."""
 
     case: Any
     model: Any
@@ -100,7 +101,7 @@ class Base:
 
     @staticmethod
     def saved(case: str, family: str, magnitude: float, folder: Any, storage_bits: float | None = None) -> "Base":
-        """Two rows, of which one is padded, and some decode steps; with `storage_bits` as keys and values."""
+        """Save a cache of two rows, one of them padded, after some decode steps; `storage_bits` is passed to `save`."""
         model, path = random_model(family), folder / f"{case}-{family}-{magnitude}.safetensors"
         for layer in model.model.layers:
             layer.self_attn.k_proj.weight.data *= magnitude

@@ -1,10 +1,10 @@
-"""What a run takes of all tests: `pytest --quick` a few of every function's parameters, `pytest --sample` most.
+"""Selects the tests of a run: `pytest --quick` runs a few sets of parameters of each test function, `pytest --sample` more.
 
-Both leave out what is marked `slow`. Of a function that runs over the table of methods they take one case for every tenth kind of
-store (`store_kinds.py`), others for another function, so that every kind is met somewhere. Of any other function `quick` takes
-one set of parameters, and nothing that is marked `full`. `sample` takes of `full` ones what `quick` takes of others; of others SOME
-sets, and more until every value that several sets have is met; and all in WHOLE. Which ones follows from the tables, so a new test
-and a new method need no entry here.
+Both leave out tests marked `slow`. Of a function that runs over the table of methods, both take one case for every tenth kind of
+store (`store_kinds.py`), starting at another kind for each function, so that every kind is in some test. Of any other function
+`quick` takes one set of parameters, and none marked `full`. `sample` takes of functions marked `full` what `quick` takes of others;
+of others SOME sets, and more until every value that several sets share is included; and all sets of files in WHOLE. The choice
+follows from the tables of cases alone, so a new test or method needs no entry here.
 """
 
 from collections import Counter
@@ -18,18 +18,18 @@ from cases import BY_NAME, Case
 from store_kinds import kinds
 
 SOME = 2
-TURNS = 10  # of every function one of so many kinds of stores
-# Each set of parameters is another document or damage.
+TURNS = 10  # a function takes one of this many kinds of stores
+# Folders whose sets of parameters are all taken: each is another document or another damage.
 WHOLE = ("tests/docs/", "tests/hostile/")
 
 
 def quick(items: Sequence[pytest.Item]) -> list[pytest.Item]:
-    """Those of `items` that a quick run takes, in their order."""
+    """The tests of `items` that a quick run takes, in their order."""
     return _taken(items, ("slow", "full"), few)
 
 
 def sample(items: Sequence[pytest.Item]) -> list[pytest.Item]:
-    """Those of `items` that a sampled run takes, in their order."""
+    """The tests of `items` that a sampled run takes, in their order."""
     return _taken(items, ("slow",), _sampled)
 
 
@@ -45,19 +45,20 @@ def _taken(
 
 
 def function(item: Any) -> str:
-    """The item's test function, with its file."""
+    """The file and name of the item's test function."""
     return str(item.nodeid).partition("[")[0]
 
 
 def _sampled(items: list[Any]) -> list[Any]:
-    """Of one function's items those of a sample; few where each takes more than about a second."""
+    """The items of one function that a sample takes: `few` if all are marked `full` (about a second or more each), else
+    `in_turn`."""
     brief = all(item.get_closest_marker("full") for item in items) and not items[0].nodeid.startswith(WHOLE)
     return few(items) if brief else in_turn(items)
 
 
 def few(items: list[Any]) -> list[Any]:
-    """Of one function's items one for every tenth kind of store, in turn from function to function, or one; where several would
-    do, the one whose values were taken least."""
+    """Of one function's items, one for every tenth kind of store, starting at another kind for each function; one of a function
+    without cases. Among several, the one whose parameter values were taken least so far."""
     counts, found = Counter[str](), []
     for number, (name, group) in enumerate(groups := _by_kind(items).items()):
         if name is None or _is_its_turn(items, number, len(groups)):
@@ -66,9 +67,9 @@ def few(items: list[Any]) -> list[Any]:
 
 
 def in_turn(items: list[Any]) -> list[Any]:
-    """Of one function's items one for every tenth kind of store, in turn from function to function, or SOME.
+    """Of one function's items, one for every tenth kind of store, starting at another kind for each function; SOME without cases.
 
-    And more, until every value of the parameters beside the case is taken that several of them have.
+    Items are added until every parameter value, other than the case, that several items share is included.
     """
     found, whole = [], items[0].nodeid.startswith(WHOLE)
     for number, (name, group) in enumerate(groups := _by_kind(items).items()):
@@ -85,12 +86,12 @@ def in_turn(items: list[Any]) -> list[Any]:
 
 
 def _is_its_turn(items: list[Any], number: int, groups: int) -> bool:
-    """Whether a function takes the kind of this `number`."""
+    """Whether the function of these items takes the kind of store with this `number`."""
     return (number - crc32(function(items[0]).encode())) % min(TURNS, groups) == 0
 
 
 def _various(items: list[Any], number: int, counts: Counter[str]) -> list[Any]:
-    """So many of `items`, each the one whose values were taken least until then; `counts` are those, and are kept."""
+    """Take `number` of `items`, each time the one whose parameter values were taken least; `counts` of taken values are updated."""
     left, found = list(items), list[Any]()
     for _ in range(min(len(left), number)):
         best = min(left, key=lambda item: sum(counts[value] for value in _values(item)))
@@ -117,7 +118,8 @@ def _by_kind(items: list[Any]) -> dict[str | None, list[Any]]:
 
 
 def kind(item: Any) -> str | None:
-    """The kind of store of the item's case; None where no parameter is one, by itself, by name or as an entry of a cell."""
+    """The kind of store of the item's case: of a parameter that is a case, a case's name, or has one as `method`. None without
+    one."""
     params = item.callspec.params if hasattr(item, "callspec") else {}
     names = [name for value in params.values() if (name := _case_name(value)) is not None]
     return kinds()[names[0]] if names else None
@@ -131,7 +133,8 @@ def _case_name(value: Any) -> str | None:
 
 
 def _values(item: Any) -> set[str]:
-    """What the item's parameters are besides the case: which of its values each has, or every field and option of a dataclass."""
+    """The item's parameter values other than the case, as texts; of a dataclass, every field and every entry of a field's
+    mapping."""
     found = set()
     for name, value in item.callspec.params.items() if hasattr(item, "callspec") else ():
         if is_dataclass(value) and not isinstance(value, Case):

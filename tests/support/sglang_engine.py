@@ -1,4 +1,4 @@
-"""Storage backends as SGLang's controller makes them, host pools of a toy model, and what lies in their pages."""
+"""Storage backends as SGLang's controller makes them, host pools of a toy model, and chunks for their pages."""
 
 import torch
 from placed_chunks import placed
@@ -41,12 +41,12 @@ def pool_of(layout="layer_first", heads=HEADS, pages=5, dtype=torch.float16):
 
 
 def slots(*pages):
-    """As SGLang gives them: of every token, pages in any order."""
+    """Slot numbers as SGLang passes them: one for each token, of pages in any order."""
     return torch.cat([torch.arange(page * PAGE, (page + 1) * PAGE) for page in pages])
 
 
 def texts(artifact, first, count=3, dtype=torch.float16):
-    """Chunks of `count` pages in a row from position `first` on."""
+    """Chunks of one page each, for `count` consecutive pages from position `first` on."""
     codec = Codec.from_artifact(artifact, bits=BITS)
     return [placed(artifact, codec, PAGE, first + at * PAGE, dtype, at) for at in range(count)]
 

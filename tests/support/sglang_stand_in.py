@@ -1,7 +1,7 @@
-"""SGLang's names that `calib/serve/sglang` imports, where SGLang is not installed, and host pools as it lays them out.
+"""Replacements for the SGLang classes that `calib/serve/sglang` imports, if SGLang is not installed; and host pools in its layouts.
 
-Installed or not, the tests are the same: what is called, with what, and what is expected back, is SGLang 0.5.23's
-`HiCacheController`.
+The tests are the same with SGLang: they call the backend as `HiCacheController` of SGLang 0.5.23 does, with the same arguments and
+expected results.
 """
 
 import importlib.util
@@ -16,7 +16,7 @@ MODULE = "sglang.srt.mem_cache.hicache_storage"
 
 
 class HiCacheStorage(ABC):
-    """What a backend has to have."""
+    """The methods that a backend must have."""
 
     def register_mem_pool_host(self, mem_pool_host):
         self.mem_pool_host = mem_pool_host
@@ -40,7 +40,7 @@ class HiCacheStorage(ABC):
     def exists(self, key): ...
 
     def batch_exists(self, keys, extra_info=None):
-        """How many are there, from the first on."""
+        """How many of the first keys exist, without a gap."""
         return next((at for at, key in enumerate(keys) if not self.exists(key)), len(keys))
 
 
@@ -65,7 +65,7 @@ class HiCacheStorageExtraInfo:
 
 
 def stand_in() -> None:
-    """Makes `import sglang...hicache_storage` work; SGLang's own is taken where it is installed."""
+    """Make `import sglang...hicache_storage` work; does nothing if SGLang is installed."""
     if importlib.util.find_spec("sglang") is not None:
         return
     parts = MODULE.split(".")
@@ -76,7 +76,7 @@ def stand_in() -> None:
 
 
 class HostPool:
-    """Host memory for `pages` pages of keys and values in one of SGLang's layouts, filled with rubbish."""
+    """Host memory for `pages` pages of keys and values in one of SGLang's layouts, filled with the number 7."""
 
     def __init__(self, layout, layers, heads, head_dim, page_size, pages, dtype=torch.float16):
         self.layout, self.layer_num, self.head_num, self.head_dim = layout, layers, heads, head_dim
@@ -91,7 +91,7 @@ class HostPool:
         self.kv_buffer = torch.full(shape, 7.0, dtype=dtype)
 
     def by_slot(self):
-        """`[2, layers, slots, heads, head_dim]`, written down apart from the code under test."""
+        """All slots `[2, layers, slots, heads, head_dim]`, computed independently of the code under test."""
         found = {
             "layer_first": lambda x: x,
             "page_first": lambda x: x.permute(0, 2, 1, 3, 4),
@@ -101,7 +101,7 @@ class HostPool:
         return found(self.kv_buffer)
 
     def put(self, slot, chunk):
-        """A chunk `[2, layers, tokens, heads * head_dim]` from `slot` on."""
+        """Write a chunk `[2, layers, tokens, heads * head_dim]` into the slots from `slot` on."""
         rows = chunk.unflatten(-1, (self.head_num, self.head_dim))
         for at in range(chunk.shape[2]):
             page, offset = divmod(slot + at, self.page_size)

@@ -1,4 +1,4 @@
-"""A small fit for shards of it, and the check that theirs is the artifact of one machine."""
+"""Options of a small fit in shards, and the check that its artifact equals that of one machine."""
 
 from pathlib import Path
 
@@ -15,7 +15,8 @@ SMALL = [
     "--model.dictionary.samples=300", "--model.dictionary.heldout_samples=100", "--model.dictionary.epochs=1",
     "--model.dictionary.keys_sparsity=3", "--model.dictionary.values_sparsity=2", "--model.dictionary.atoms=12",
 ]  # fmt: skip
-# As in test_scale_processes.py: sums of the same numbers in another order, and what is rounded in bases made of them.
+# Tolerances as in test_scale_processes.py: relative, of sums of the same numbers in another order (SUMS), and of steps, errors and
+# losses, which are computed in bases made from such sums (EDGES).
 SUMS, EDGES = 1e-12, 1e-3
 EXACT = ("keys.low", "keys.high", "values.low", "values.high", "values.scale", "keys.balancer", "outliers.", ".clip.")
 
@@ -25,10 +26,10 @@ def words(toy: Path, *more: str) -> list[str]:
 
 
 def check_equal(mine: Artifact, theirs: Artifact, moments: dict[str, torch.Tensor] | None = None) -> None:
-    """Of one machine and of shards: the same bits, but for what is read off float64 sums over batches.
+    """Assert that artifacts of one machine and of shards have the same bits, but for tensors made from float64 sums over batches.
 
-    The first layer's values are of 16 dimensions, one for each token of the toy: the others of a rotation are free, and the
-    `moments` that it is made of must be the same in its coordinates.
+    The toy text has 16 distinct tokens, so values of the first layer span 16 dimensions and the other axes of a rotation are
+    arbitrary. For rotations named in `moments`, the second moments from which they are made are compared in both coordinates.
     """
     assert mine.tensors.keys() == theirs.tensors.keys()
     for name, tensor in mine.tensors.items():

@@ -1,9 +1,9 @@
-"""Several devices on a machine that has one: tensors that say where they lie, and operations that refuse to mix them.
+"""Simulates several devices on a machine with one: tensors with a device, and operations that refuse to mix devices.
 
-A tensor `on` a device holds a plain one, which every operation really works on; inside `SimulatedDevices` its answer lies
-on the same device. As with GPUs, tensors of two devices meet only where one is copied, numbers of the CPU without
-dimensions may meet anything, and indices may come from the CPU. Devices are called `meta:0`, `meta:1` and so on: other
-names would make torch look for a driver.
+A tensor `on` a device wraps a plain CPU tensor, on which operations are computed; inside `SimulatedDevices` the result is on the
+same device. As with GPUs, tensors of two devices may only meet in a copy; 0-dimensional CPU tensors may be combined with any
+device, and indices may be on the CPU. Devices are called `meta:0`, `meta:1` and so on, because other names make torch look for a
+driver.
 """
 
 from typing import Any
@@ -19,13 +19,13 @@ INDEXING = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default}
 
 
 class Placed(Tensor):
-    """A tensor that says it lies on `device`; `held` has the numbers."""
+    """A tensor that reports `device` as its device; `held` is the CPU tensor with its numbers."""
 
     is_meta = False
 
     @staticmethod
     def __new__(cls, held: Tensor, device: torch.device) -> "Placed":
-        """An empty shell of the same sizes."""
+        """A wrapper without memory, of the shape, strides and dtype of `held`."""
         return Tensor._make_wrapper_subclass(cls, held.shape, held.stride(), dtype=held.dtype, device=device)
 
     def __init__(self, held: Tensor, device: torch.device) -> None:
@@ -33,20 +33,20 @@ class Placed(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        """Only `SimulatedDevices` knows what to do."""
+        """Raises RuntimeError: such tensors may be used inside `SimulatedDevices` only."""
         raise RuntimeError(f"{func} of a placed tensor outside SimulatedDevices")
 
 
 def on(device: str, x: Tensor) -> Placed:
-    """The tensor on `device`, sharing its numbers."""
+    """Return `x` as a tensor on `device` that shares its memory."""
     return Placed(x, torch.device(device))
 
 
 class SimulatedDevices(TorchDispatchMode):
-    """Inside, placed tensors can be worked with."""
+    """A mode in which operations on `Placed` tensors work."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        """Works on the held tensors and places the answer; RuntimeError where devices mix."""
+        """Apply the operation to the held tensors and put the result on their device; raises RuntimeError if devices are mixed."""
         kwargs = dict(kwargs or {})
         device = place(func, args, kwargs)
         if kwargs.get("device") is not None:
@@ -68,7 +68,7 @@ class SimulatedDevices(TorchDispatchMode):
 
 
 def place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
-    """Where an operation's answer lies."""
+    """The device of an operation's result; raises RuntimeError if its tensors are on several devices."""
     if kwargs.get("device") is not None:
         return torch.device(kwargs["device"])
     met = args[:1] if func in COPIES else tree_leaves((args, kwargs))

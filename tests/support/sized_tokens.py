@@ -1,4 +1,4 @@
-"""Tokens that have a size: numbers of four bits as pages hold them, and streams whose tokens are that size times as large."""
+"""Token sizes: packed numbers of four bits, and streams whose decoded tokens are multiplied by their sizes."""
 
 from dataclasses import dataclass, replace
 
@@ -11,15 +11,15 @@ from calib.kernels.attend.operation import RopeTables
 
 @dataclass(frozen=True)
 class Sizes:
-    """Random sizes of three pages of tokens: s float64 `[pages, kv_heads, page_tokens, 1]`, and the words that say so."""
+    """Random sizes of three pages of tokens, float64 `[pages, kv_heads, page_tokens, 1]`, and the same as packed words."""
 
     sizes: Tensor
     words: Tensor
 
 
 def sizes_of(heads: int, page: int, seed: int, largest: int = 15, in_bytes: bool = False) -> Sizes:
-    """s = 2^((i - 5) / 2), i = 0 ... `largest`; of W words a token, of 16 bits or of 8, the h % W-th has head h, in its bits from
-    4 (h // W) on."""
+    """Draw sizes s = 2^((i - 5) / 2), i = 0 ... `largest`. A token has W words of 16 bits, or of 8 with `in_bytes`; head h is in
+    word h % W, in the four bits from 4 (h // W) on."""
     numbers = torch.randint(0, largest + 1, (3, heads, page), generator=torch.Generator().manual_seed(seed))
     width = -(-heads // (2 if in_bytes else 4))
     words = torch.zeros(3, 1, page, width, dtype=torch.int64)
@@ -31,11 +31,11 @@ def sizes_of(heads: int, page: int, seed: int, largest: int = 15, in_bytes: bool
 
 
 def sized(pages: Pages, own: Sizes) -> Pages:
-    """Tokens times their sizes."""
+    """The same pages with token sizes: decoded tokens are multiplied by them."""
     return Pages(replace(pages.stream, sizes=own.words), pages.tokens * own.sizes)
 
 
 def sized_keys(pages: Pages, rope_tables: RopeTables, own: Sizes) -> Pages:
-    """Keys whose distance from their mean is times their sizes."""
+    """The same pages of keys with token sizes: the distance of a key from the mean is multiplied by its size."""
     mean = rope_tables.mean.double()
     return Pages(replace(pages.stream, sizes=own.words), mean + (pages.tokens - mean) * own.sizes)

@@ -1,7 +1,7 @@
-"""A CUDA graph on a machine without one: the operations of a step are listed, and done again in the same memory.
+"""Simulates a CUDA graph on a machine without a GPU: the operations of a step are recorded, and run again in the same memory.
 
-As in a graph, recording does nothing to what is there; a number or a tensor that the host brings while recording stays what it
-was then; and what a graph cannot hold is refused: waiting for the device, and numbers the host uploads.
+As with a graph, recording leaves existing tensors unchanged; a Python number or new tensor that is used while recording keeps its
+value in replays; and operations that a graph cannot contain are refused: waiting for the device, and uploads of numbers.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ UPLOADS = {"lift_fresh", "_pin_memory"}
 
 
 class Tape(TorchDispatchMode):
-    """Records `step`, or what is done between `begin` and `end`; `replay` does its operations again."""
+    """Records the operations of `step`, or those between `begin` and `end`; `replay` runs them again."""
 
     def __init__(self, step: Callable[[], Any] | None = None) -> None:
         super().__init__()
@@ -32,11 +32,11 @@ class Tape(TorchDispatchMode):
                 self.end()
 
     def begin(self) -> None:
-        """From now on operations are listed."""
+        """Start recording."""
         self.__enter__()
 
     def end(self) -> None:
-        """No longer; what was written to is as it was before."""
+        """Stop recording, and restore the content of tensors that existed before and were written to."""
         self.__exit__(None, None, None)
         for whole, kept in self._before.values():
             whole.copy_(kept)
@@ -62,14 +62,14 @@ class Tape(TorchDispatchMode):
         return result
 
     def _keep(self, written: Tensor) -> None:
-        """What a tensor from before held."""
+        """Keep a copy of the storage of a tensor that existed before the recording, once."""
         storage = _storage(written)
         if storage not in self._made and storage not in self._before:
             whole = torch.empty(0, dtype=torch.uint8).set_(written.untyped_storage())
             self._before[storage] = whole, whole.clone()
 
     def replay(self) -> None:
-        """Every operation, each result where it lay when it was recorded."""
+        """Run every operation again and copy its results into the tensors that the recording returned."""
         for func, args, kwargs, results in self.operations:
             again = [tensor for tensor in tree_leaves(func(*args, **kwargs)) if isinstance(tensor, Tensor)]
             for old, new in zip(results, again, strict=False):

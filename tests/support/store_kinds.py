@@ -1,4 +1,4 @@
-"""The kinds of stores that the table of methods reaches: where tokens lie, what encodes them, and what they share."""
+"""The kinds of stores in the table of methods: the store's class, the codec, and shared parameters."""
 
 from functools import cache
 
@@ -15,9 +15,9 @@ from calib.runtime.tiered.plan import TieredPlan
 
 @cache
 def kinds() -> dict[str, str]:
-    """The kind of every case by its name, as the case's first layer has it.
+    """The kind of every case, by its name: a text that describes the case's first layer.
 
-    That is its store (and what an offloaded cache has on the device), the codec of the keys in its last tier, and where it
+    It has the class of the store (and of an offloaded cache's device store), the codec of the keys in the last tier, and where it
     applies "grouped" (tokens share parameters) and "on host".
     """
     model = random_model("llama")
@@ -37,7 +37,8 @@ def _kind(case: Case, model: PreTrainedModel) -> str:
 
 
 def _last_codec(plan: Plan) -> object:
-    """Of an offloaded cache that of what the device holds; of tiers that of the last, where most tokens lie."""
+    """The codec of the keys: of an offloaded cache, those of its device store; of tiers, those of the last, which has most
+    tokens."""
     if isinstance(plan, OffloadPlan):
         return _last_codec(plan.low)
     return (plan.tiers[-1] if isinstance(plan, TieredPlan) else plan).keys.codec

@@ -1,4 +1,4 @@
-"""Chunks of keys and values, and what a stored one says, in float64 from the formulas and the documented layout alone."""
+"""Chunks of keys and values, and the decoding of stored ones in float64, from the formulas and the documented layout alone."""
 
 import math
 import struct
@@ -18,7 +18,7 @@ HEADER = 128  # bytes
 
 
 def chunk_of(model, tokens: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    """`[2, layers, tokens, kv_heads * head_dim]` of about unit variance; every 17th token is much longer."""
+    """A random chunk `[2, layers, tokens, kv_heads * head_dim]` of about unit variance; every 17th token is 4 times as long."""
     config, draw = model.config, torch.Generator().manual_seed(seed)
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = heads * (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
@@ -28,7 +28,7 @@ def chunk_of(model, tokens: int, seed: int = 0, dtype: torch.dtype = torch.float
 
 
 def fields_of(blob: bytes, artifact: Artifact, klt: Klt) -> list[dict[str, np.ndarray]]:
-    """Each layer's words `[tokens, W]` uint16 as the documented layout has them: keys, their sizes, values, their sizes."""
+    """Each layer's words, uint16 `[tokens, W]`, read in the documented order: keys, their sizes, values, their sizes."""
     (tokens,) = struct.unpack_from("<I", blob, 36)
     allocation, at, found = allocation_of(artifact, klt), HEADER + exact_bytes(blob), []
     for layer in range(artifact.fingerprint["layers"]):
@@ -44,13 +44,14 @@ def fields_of(blob: bytes, artifact: Artifact, klt: Klt) -> list[dict[str, np.nd
 
 
 def allocation_of(artifact: Artifact, klt: Klt) -> Allocation:
-    """How a chunk's bits are shared out: beside sizes in whole words."""
+    """The bit allocation of a chunk, whose token sizes are stored in whole 16-bit words."""
     (found,) = klt.allocations(artifact, klt.coding(artifact, whole_words=True))
     return found
 
 
 def exact_bytes(blob: bytes) -> int:
-    """Of the first tokens of a text, which lie between the header and the codes; where sizes are fixed, of as many in any case."""
+    """Bytes of a text's first tokens (sinks), which are stored exactly between the header and the codes; with the form bit 4, which
+    fixes a chunk's size, there is room for as many in every chunk."""
     (sinks,), (tokens, start) = struct.unpack_from("<H", blob, 14), struct.unpack_from("<IQ", blob, 36)
     layers, _, _, heads, channels = struct.unpack_from("<5I", blob, 16)
     count = min(sinks, tokens) if blob[13] & 4 else max(0, min(sinks - start, tokens))
@@ -58,14 +59,14 @@ def exact_bytes(blob: bytes) -> int:
 
 
 def codes_of(words: np.ndarray, widths: tuple[int, ...]) -> np.ndarray:
-    """Plane-split: field p of word w is component p W + w, fields from the lowest bits on."""
+    """Unpack words `[tokens, W]`: field p of word w is component p W + w, fields from the lowest bits on."""
     first = np.cumsum([0, *widths[:-1]])
     planes = [(words >> bit) & ((1 << width) - 1) for bit, width in zip(first, widths, strict=True)]
     return np.concatenate(planes, 1)
 
 
 def sizes_of(words: np.ndarray, heads: int) -> np.ndarray:
-    """`[tokens, kv_heads]`: half octaves in 4 bits, 5 is 1; field p of word w is head p W + w."""
+    """Sizes s = 2^((i - 5) / 2), float64 `[tokens, kv_heads]`, i of 4 bits: field p of word w is head p W + w."""
     numbers = codes_of(words, (4, 4, 4, 4))[:, :heads].astype(np.float64)
     return 2.0 ** ((numbers - 5) / 2)
 
@@ -73,12 +74,12 @@ def sizes_of(words: np.ndarray, heads: int) -> np.ndarray:
 def decoded(
     blob: bytes, artifact: Artifact, klt: Klt, frequencies: Tensor, start: int, chunk: Tensor
 ) -> tuple[Tensor, float]:
-    """The chunk float64 that a blob says, `[2, layers, tokens, kv_heads, D]`:
+    """Decode a blob: the chunk in float64 `[2, layers, tokens, kv_heads, D]`, keys rotated to their positions from `start` on,
 
-        x^ = mean + s sum_j (c_j - (2^b_j - 1) / 2) step_j T^-1_j, of values besides M (k^ - mean_k); keys at their positions;
+        x^ = mean + s sum_j (c_j - (2^b_j - 1) / 2) step_j T^-1_j        with predictions, values also have + M (k^ - mean_k)
 
-    and how far the codes are from the components of `chunk`, which was encoded: |y_j - y^_j| over half a step s step_j, the most
-    of all y_j between the first level and the last. With a trellis c_j - (2^b_j - 1) / 2 is 9/16 2^b_j times the level in [-1, 1].
+    and the largest error of a code: |y_j - y^_j| in half steps s step_j / 2, over all components y_j of `chunk`, which was encoded,
+    between the first level and the last. With a trellis c_j - (2^b_j - 1) / 2 is 9/16 2^b_j times the level in [-1, 1].
     """
     coding, off = Coding("before", klt.size, klt.predict), [0.0]
     allocation, layers = allocation_of(artifact, klt), []

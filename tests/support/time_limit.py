@@ -1,22 +1,24 @@
-"""A limit on how long something may take, so that what never ends fails."""
+"""A time limit for a part of a test, so that code that never ends fails."""
 
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-WAITING = (
-    20  # times as long by the clock: a busy machine is no fault, and what waits for ever takes no time of a processor
-)
+# Wall-clock limit as a multiple of the limit of processor time: code that waits takes no processor time, and a machine may be busy.
+WAITING = 20
 
 
 class TookTooLong(BaseException):
-    """Not an Exception: nothing on the way handles it."""
+    """The time limit was exceeded; a BaseException, so that `except Exception` does not catch it."""
 
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Inside, `TookTooLong` is raised after so many seconds of processor time; in the main thread, between two steps of Python."""
+    """A context in which `TookTooLong` is raised after `seconds` of processor time, or WAITING times as long by the clock.
+
+    It is raised in the main thread, between two Python instructions.
+    """
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise TookTooLong(f"{seconds} s are over")

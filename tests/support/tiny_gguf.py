@@ -1,4 +1,4 @@
-"""A small Llama or Qwen2 in a GGUF file, as llama.cpp writes them: a stand-in for files of gigabytes."""
+"""Writes a small random Llama or Qwen2 as a GGUF file in llama.cpp's format."""
 
 from pathlib import Path
 
@@ -36,14 +36,14 @@ TEMPLATE = "{% for message in messages %}<|start|>{{ message['content'] }}<|end|
 
 
 def tiny_model(kind: str) -> PreTrainedModel:
-    """The model whose weights the file has."""
+    """The random model whose weights are in the file, the same at every call."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return AutoModelForCausalLM.from_config(CONFIGS[kind]()).eval().requires_grad_(False)
 
 
 def save_gguf(path: Path, kind: str = "llama", quantised: bool = False) -> PreTrainedModel:
-    """Writes the file; returns the model. `quantised`: matrices in 8 bits (Q8_0), 32 weights a scale."""
+    """Write the file and return its model; `quantised`: matrices in 8 bits (Q8_0), with a scale for 32 weights."""
     model = tiny_model(kind)
     writer = gguf.GGUFWriter(path, kind)
     writer.add_block_count(SIZES["num_hidden_layers"])
@@ -80,7 +80,7 @@ def save_gguf(path: Path, kind: str = "llama", quantised: bool = False) -> PreTr
 
 
 def gguf_name(name: str) -> str:
-    """What llama.cpp calls a tensor."""
+    """llama.cpp's name of a tensor of transformers' model."""
     if name in OUTER:
         return OUTER[name]
     _, _, layer, rest = name.split(".", 3)
@@ -89,7 +89,8 @@ def gguf_name(name: str) -> str:
 
 
 def as_stored(name: str, tensor: Tensor, kind: str) -> Tensor:
-    """llama.cpp rotates neighbouring channels of a Llama, transformers halves: its queries and keys lie in another order."""
+    """The tensor in llama.cpp's order: for a Llama, RoPE rotates pairs of neighbouring channels there, and (i, i + D/2) in
+    transformers, so the rows of query and key projections are permuted."""
     heads = {"q_proj": HEADS, "k_proj": KV_HEADS}.get(name.split(".")[-2]) if kind == "llama" else None
     if heads is None:
         return tensor

@@ -154,7 +154,7 @@ def toy_thresholds(
 def toy_levels(
     shape: tuple[int, int, int], shares: tuple[float, ...], generator: torch.Generator
 ) -> dict[str, torch.Tensor]:
-    """The tensors that `kvquant` reads: ranges of keys before RoPE, narrower for larger shares, and rising levels of both streams."""
+    """The tensors that `kvquant` reads: ranges of keys before RoPE, narrower for larger shares, and levels of both streams."""
     width = (1 + torch.rand(*shape, 1, generator=generator)) * (1.2 - 20 * torch.tensor(shares))
     centre = 0.3 * torch.randn(*shape, 1, generator=generator)
     tensors = {"nuq.shares": torch.tensor(shares), "keys.nuq.low": centre - width, "keys.nuq.high": centre + width}

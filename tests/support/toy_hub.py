@@ -131,7 +131,7 @@ class Handler(BaseHTTPRequestHandler):
         for method, pattern, answer in ROUTES:
             found = re.fullmatch(pattern, url.path)
             if found and method == ("GET" if self.command == "HEAD" else self.command):
-                if method == "POST" and not url.path.endswith("validate-yaml"):  # a PUT has a signed URL and needs no token
+                if method == "POST" and not url.path.endswith("validate-yaml"):  # PUTs have signed URLs, no token
                     if self.token != TOKEN:
                         return self.send(401, {"error": "Invalid username or password."})
                     if self.hub.broken:

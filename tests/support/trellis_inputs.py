@@ -1,8 +1,8 @@
-"""Components to be coded by trellises of every width, and what their errors count."""
+"""Components for trellis-coded levels of every width, and the weights of their errors."""
 
 import torch
 
-# Every width, alone and mixed; heads with fewer words than others, by one field and by many, and with none.
+# (widths of a word's fields, words of each head): every width, alone and mixed; heads with fewer words than others, or none.
 PATTERNS = [
     *(((width,) * (16 // width), (3, 3)) for width in range(1, 9)),
     ((5, 4, 3, 2, 1, 1), (2, 0, 1)), ((4, 4, 3, 2, 2, 1), (7, 5)), ((8, 8), (3, 1, 2)), ((8,), (1, 4, 3)), ((7, 5, 4), (2, 3, 1)),

@@ -1,4 +1,4 @@
-"""vLLM's calls of a KV connector, in its order: one scheduler and its workers, without a model."""
+"""Calls a KV connector as vLLM does, in the same order: one scheduler and its workers, without a model."""
 
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 @dataclass
 class Request:
-    """A request as vLLM's scheduler has it, of its many fields those that connectors read."""
+    """A request with those fields of vLLM's scheduler requests that connectors read."""
 
     request_id: str
     all_token_ids: list
@@ -22,24 +22,24 @@ class Request:
 
 
 class Engine:
-    """The calls of one scheduler and its workers, in vLLM's order, for requests that are computed in any pieces.
+    """Calls of one scheduler and its workers, in vLLM's order; requests may be computed in chunks of any sizes.
 
     Args:
-        connectors: the scheduler's, then one a rank.
-        compute: computes tokens of a request in a rank's memory: `(rank, request, first, last, blocks)`.
+        connectors: the scheduler's connector, then one for each rank.
+        compute: writes keys and values of a request's tokens to a rank's memory: `(rank, request, first, last, blocks)`.
         block: tokens of a block.
-        blocks: of the memory.
+        blocks: number of blocks of each rank's memory.
     """
 
     def __init__(self, connectors, compute, block, blocks):
         self.scheduler, *self.workers = connectors
         self.compute, self.block, self.free, self.tables = compute, block, list(range(blocks)), {}
-        self.seen, self.done = {}, set()  # how many ranks have loaded a request, and those that all have
+        self.seen, self.done = {}, set()  # ranks that have loaded each request; requests that all have loaded
 
     def begin(self, request, local=0, shared=()):
-        """Schedules a new or preempted request behind `local` tokens that the engine has in blocks `shared`; loads what is stored.
+        """Schedule a new or preempted request, of which `local` tokens are already in the blocks `shared`, and load stored tokens.
 
-        Returns the tokens that were loaded.
+        Returns the number of tokens that were loaded.
         """
         self.scheduler.on_new_request(request)
         tokens, waits = self.scheduler.get_num_new_matched_tokens(request, local)
@@ -52,7 +52,7 @@ class Engine:
         if not tokens:
             return 0
         invalid, waiting = set(), {request.request_id}
-        while waiting:  # every rank reports once
+        while waiting:  # until every rank has reported
             invalid |= self.step({})
             waiting -= self.done
         if bad := [at for at, one in enumerate(table) if one in invalid]:
@@ -60,7 +60,7 @@ class Engine:
         return max(0, request.num_computed_tokens - local)
 
     def run(self, request, pieces):
-        """Computes so many tokens in each of some steps."""
+        """Run one step for each entry of `pieces`, which is the number of tokens that it computes."""
         table = self.tables[request.request_id]
         for tokens in pieces:
             end = request.num_computed_tokens + tokens
@@ -70,7 +70,7 @@ class Engine:
             request.num_computed_tokens = end
 
     def step(self, scheduled, request=None):
-        """One step; returns the blocks that failed to load. `done` are the requests that all ranks have loaded."""
+        """Run one step and return the blocks that failed to load; sets `done` to the requests that all ranks have now loaded."""
         state = SimpleNamespace(get_block_ids=lambda name: (self.tables[name],))
         planned = self.scheduler.build_connector_meta(
             SimpleNamespace(num_scheduled_tokens=scheduled, kv_connector_block_state=state)
@@ -94,7 +94,7 @@ class Engine:
         return invalid
 
     def finish(self, request):
-        """Frees a request's blocks and forgets it."""
+        """Finish a request and free its blocks."""
         own = self.tables.pop(request.request_id)
         assert self.scheduler.request_finished(request, own) == (False, None)
         self.free += own

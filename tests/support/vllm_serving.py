@@ -1,4 +1,4 @@
-"""A connector under vLLM's calls, and a model that computes what a test says, in memory as an x86 processor lays it out."""
+"""A connector called as by vLLM, with a model whose keys and values a test gives, in vLLM's memory layout for x86 processors."""
 
 from itertools import product
 from types import SimpleNamespace
@@ -61,7 +61,7 @@ def config(path, folder, ranks=1, model=None, parallel=None, transfer=None, **fi
 
 
 class Serving:
-    """An engine whose model computes for each token of a request what `texts` says, and its memory."""
+    """An engine and its memory; the keys and values of a request's tokens are those in `texts`, by request id."""
 
     def __init__(self, monkeypatch, path, folder, texts, ranks=1, **fields):
         self.texts, self.heads, self.computed = texts, max(1, HEADS // ranks), []
@@ -79,7 +79,7 @@ class Serving:
         self.engine = Engine(connectors, self.compute, BLOCK, BLOCKS)
 
     def entry(self, rank, layer, head, block, offset):
-        """Views of a token's keys and values, as an x86 processor packs a block."""
+        """Views of a token's key and value in a block, in the layout for x86 processors."""
         keys, values = self.memory[rank][NAMES[layer]][block, head].view(2, -1)
         return keys.view(D, BLOCK)[:, offset], values.view(BLOCK, D)[offset]
 
@@ -91,7 +91,7 @@ class Serving:
             keys[:], values[:] = rows[:, layer, at, rank * HEADS // len(self.memory) + head]
 
     def held(self, rank, blocks):
-        """`[2, layers, tokens, heads, D]` of these blocks."""
+        """The keys and values in these blocks, `[2, layers, tokens, heads, D]`."""
         found = torch.empty(2, LAYERS, len(blocks) * BLOCK, self.heads, D, dtype=torch.float16)
         for at, layer, head in product(range(found.shape[2]), range(LAYERS), range(self.heads)):
             found[0, layer, at, head], found[1, layer, at, head] = self.entry(
@@ -101,7 +101,7 @@ class Serving:
 
 
 def wanted(artifact, text, chunks):
-    """What the codec makes of these chunks, `[2, layers, tokens, heads, D]`."""
+    """These chunks of `text`, encoded and decoded by the codec: `[2, layers, tokens, heads, D]`."""
     codec = Codec.from_artifact(artifact, bits=BITS)
     parts = [text[:, :, at * CHUNK : (at + 1) * CHUNK] for at in chunks]
     decoded = [codec.decode(codec.encode(part, at * CHUNK)) for at, part in zip(chunks, parts, strict=True)]
@@ -109,12 +109,13 @@ def wanted(artifact, text, chunks):
 
 
 def request(text, name="one", **fields):
-    """Of a text's tokens."""
+    """A request with as many token ids as `text` has tokens."""
     return Request(name, list(range(1000, 1000 + text.shape[2])), **fields)
 
 
 def filled(one, text, pieces=None):
-    """Has an engine compute the text from nothing, in steps of so many tokens, and store what it stores; returns the request."""
+    """Compute the text without stored tokens, in steps of `pieces` tokens, and close the engine, so that all is stored; return the
+    request."""
     own = request(text)
     assert one.engine.begin(own) == 0
     one.engine.run(own, pieces or [text.shape[2]])
@@ -123,7 +124,7 @@ def filled(one, text, pieces=None):
 
 
 def file_of(one, request, index):
-    """Where an engine of one rank has a chunk of a request."""
+    """The file in which an engine of one rank stores chunk `index` of a request."""
     scheduler = one.engine.scheduler
     key = scheduler._scheduler.follow(request).keys[index]
     return scheduler._folder._path(file_key(key, range(HEADS)))

@@ -1,6 +1,6 @@
-"""vLLM's names that `calib/serve/vllm` imports, where vLLM is not installed.
+"""Replacements for the vLLM classes and functions that `calib/serve/vllm` imports, if vLLM is not installed.
 
-Installed or not, the tests are the same: what is called, with what, and what is expected back, is vLLM 0.32's scheduler and worker.
+The tests are the same with vLLM: they call the connector as the scheduler and workers of vLLM 0.32 do, with the same arguments.
 """
 
 import importlib.util
@@ -25,7 +25,7 @@ class KVConnectorMetadata(ABC):  # noqa: B024
 
 
 class KVConnectorBase_V1(ABC):  # noqa: B024
-    """What a connector inherits."""
+    """The methods that a connector inherits."""
 
     def __init__(self, vllm_config, role, kv_cache_config):
         self._vllm_config, self._role, self._kv_cache_config = vllm_config, role, kv_cache_config
@@ -65,7 +65,8 @@ class SlidingWindowSpec:
 
 
 def cpu_attn_reshape_and_cache(key, value, key_cache, value_cache, slot_mapping, isa, **kwargs):
-    """Blocks as x86 processors have them: of a head keys `[D, tokens]`, then values `[tokens, D]`."""
+    """Write keys and values into blocks in the layout for x86 processors: of each head, keys `[D, tokens]`, values `[tokens,
+    D]`."""
     heads, channels = key.shape[1:]
     for at, slot in enumerate(slot_mapping.tolist()):
         block, offset = divmod(slot, key_cache.shape[2])
@@ -75,7 +76,7 @@ def cpu_attn_reshape_and_cache(key, value, key_cache, value_cache, slot_mapping,
 
 
 def stand_in() -> None:
-    """Makes `import vllm...` work; vLLM itself is taken where it is installed."""
+    """Make `import vllm...` work; does nothing if vLLM is installed."""
     if importlib.util.find_spec("vllm") is not None:
         return
     contents = {
