@@ -1,4 +1,5 @@
-"""The transform and the codec of `klt`: exact in its codes, folded without loss, packed as specified."""
+"""The basis transform and the mixed-width codec of `klt`: codes that do not depend on the batch, exact folds, packing as
+specified."""
 
 import re
 from dataclasses import replace
@@ -25,7 +26,8 @@ def codec():
 
 
 def matrices(seed=0):
-    """A mean, E and M as `klt` makes them: M undoes E on the components there are; nothing where a head has no word."""
+    """A mean `[HEADS, CHANNELS]`, E `[HEADS, CHANNELS, components]` and M, its inverse on the components that a head has words for;
+    rows and columns of all other components are 0."""
     draw = torch.Generator().manual_seed(seed)
     rows = torch.randn(HEADS, CHANNELS, CHANNELS, generator=draw, dtype=torch.float64)
     columns = torch.linalg.inv(rows)
@@ -57,12 +59,12 @@ def test_components_are_those_of_the_matrix():
 
 
 def test_the_way_back_is_the_matrix_that_was_given():
-    """In units of the codes' steps: `back` moves the channels by one step of each component, `gain` undoes the units."""
+    """M is stored as `back` x `gain`; `back` x `size` is the change of the channels by one step of each component."""
     _, _, back = matrices()
     transform = basis()
     found = transform.back.double() * transform.gain.double().mT
     a_step = codec().step(back.device).double()[:, None]
-    # float16 entries of the largest step in a head, which has the size 1 at most.
+    # `back` has float16 entries of magnitude 1 at most, relative to `size`.
     assert ((found - back) * a_step / transform.size.double()).abs().max() <= 2**-12
     assert torch.equal(transform.gain * a_step.mT, transform.size.expand_as(transform.gain))
 
@@ -79,9 +81,10 @@ def test_codes_and_a_one_make_what_decoding_and_the_way_back_make():
 
 @pytest.mark.parametrize("sized", [False, True])
 def test_the_way_back_from_codes_is_exact(sized):
-    """To float32's last bit, whatever the order of components, and however many tokens there are."""
+    """Decoding from codes is correct to the last bits of float32 (4 half units of the largest), and has the same bits for any order
+    of components and any number of tokens."""
     draw, components = torch.Generator().manual_seed(7), 96
-    # Codes of 8 bits and entries of any size up to 1: their sums have more bits than float32.
+    # Codes of 8 bits and float16 entries of any magnitude up to 1: their exact sums have more bits than float32.
     back = (torch.rand(HEADS, components, CHANNELS, generator=draw) * 2 - 1) ** 3
     transform = replace(basis(), back=back.half(), sized=sized)
     codes = torch.randint(256, (HEADS, 300, components), generator=draw)
@@ -131,7 +134,8 @@ def test_a_token_has_the_same_codes_in_any_company(dtype, monkeypatch):
 
 
 def test_components_are_sums_of_whole_numbers():
-    """Of all digits: what makes codes the same whatever the order of a sum."""
+    """Components are float64 products of whole numbers below 2^53 in total, so they are exact and do not depend on the order of
+    sums."""
     x, transform = tokens(count=300), basis()
     whole = ((x - transform.mean) / transform.unit).round().long()
     exact = (whole @ transform.into.long()).double() * transform.scale.double()
@@ -140,7 +144,8 @@ def test_components_are_sums_of_whole_numbers():
 
 
 def near(found: torch.Tensor, wanted: torch.Tensor, terms: torch.Tensor) -> bool:
-    """Whether they differ by the rounding of float32 sums of `terms`, given as the sums of their sizes."""
+    """Whether `found` differs from `wanted` by the rounding of float32 sums: 2^-19 of the largest of `terms`, sums of
+    magnitudes."""
     return bool(((found.double() - wanted.double()).abs() <= 2**-19 * terms.double().abs().max()).all())
 
 
@@ -192,12 +197,13 @@ def test_attention_on_words_is_attention_on_what_they_hold():
     weights = torch.rand(2, HEADS, 5, 50, generator=draw)
     mass = weights.sum(-1, keepdim=True)
     mixed = quant.mix(weights, tile, CHANNELS)
-    own = (transform.back != 0).any(-1)[:, None]  # the others are another head's
+    own = (transform.back != 0).any(-1)[:, None]  # for components without a word `mix` may return another head's
     assert near(mixed * own, (weights.double() @ held) * own, mass)
 
 
 def test_an_inverse_is_right_whatever_the_number_of_threads():
-    """MKL's L U of 256 x 256 is not, once the number was set to 2 or more: nothing of ours goes by it."""
+    """MKL's LU of 256 x 256 float64 matrices is wrong once the number of threads was set to 2 or more: the package does not call
+    it, and the inverse of a basis is right to 1e-9."""
     root = Path(__file__).parents[2]
     for file in (*(root / "calib").rglob("*.py"), *(root / "runtime").rglob("*.py")):
         assert not re.search(r"linalg\.(inv|solve|solve_ex|lu\w*)\(", file.read_text()), file

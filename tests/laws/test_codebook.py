@@ -1,4 +1,6 @@
-"""The codebook codec beside its rule in float64: the nearest entry, tables that k-means leaves alone, tables that are refused."""
+"""The codebook codec compared with its definition in float64: nearest entries, tables that are a fixed point of k-means, refused
+tables.
+"""
 
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ pytestmark = pytest.mark.arithmetic
 
 
 def samples(seed: int = 0) -> torch.Tensor:
-    """Long tails, another scale for each head: `[2, 3, 50, 16]`."""
+    """Random samples `[2, 3, 50, 16]` with long tails, and another scale for each head."""
     x = torch.randn(2, 3, 50, 16, generator=torch.Generator().manual_seed(seed)) ** 3
     return x * torch.tensor([1.0, 10.0, 0.1])[:, None, None]
 

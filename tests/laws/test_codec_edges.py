@@ -48,7 +48,7 @@ def test_one_bit_at_clip_one_half_is_specache_equation_3():
 
 
 def test_a_clip_of_1_is_one_of_1_0():
-    """A whole number is a clip as well; codecs of both share what they have worked out."""
+    """A clip may be an int; codecs with clip 1 and 1.0 share cached tensors, which are float32 in both."""
     x = torch.randn(1, 2, 4, 8, generator=torch.Generator().manual_seed(0))
     whole, number = (UniformQuant(7, group=None, clip=clip) for clip in (1, 1.0))
     for mine, other in zip(whole.fixed(x), number.fixed(x), strict=True):
@@ -57,7 +57,8 @@ def test_a_clip_of_1_is_one_of_1_0():
 
 
 def test_codes_are_numbers_even_where_a_step_is_zero():
-    """Packing turns codes into integers, and what NaN becomes there differs between machines."""
+    """Codes of a group with scale 0 are in 0 ... 3, not NaN: packing converts codes to integers, and NaN converts differently on
+    different machines."""
     x = torch.full((1, 1, 4, 8), 3.0)
     for zero in (3.0, 2.99, 3.01):
         codes = quantise(x, torch.tensor([0.0, zero]).expand(1, 1, 4, 2), (1, 8), 2)

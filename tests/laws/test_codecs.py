@@ -1,4 +1,5 @@
-"""Laws of the codecs, against a float64 oracle: codes, parameters, error bound, bytes, independence."""
+"""Laws of `UniformQuant` and `Exact`, compared with a float64 oracle: codes, parameters, error bound, bytes, independence of
+rows."""
 
 import numpy as np
 import oracle
@@ -42,7 +43,7 @@ def tokens(kind: str, shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> 
 
 @st.composite
 def problems(draw):
-    """A codec and tokens it can encode."""
+    """Draw a `UniformQuant` and tokens `[batch, kv_heads, tokens, channels]` that it can encode."""
     bits, group = draw(st.integers(1, 8)), draw(st.sampled_from(GROUPS))
     batch, heads = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     shape = (batch, heads, 8 * draw(st.integers(1, 4)), 16 * draw(st.integers(1, 4)))
@@ -55,7 +56,8 @@ def problems(draw):
 
 
 def stored_parameters(codec: UniformQuant, x: torch.Tensor, block) -> tuple[np.ndarray, np.ndarray]:
-    """Scale and zero point of every value in float64, as stored."""
+    """Scale and zero point of every value in float64 `[..., tokens, channels]`, as stored; of a fixed range, as the codec keeps
+    them."""
     if codec.group is not None:
         return tuple(oracle.spread(part, *x.shape[-2:]) for part in oracle.scale_and_zero(block))
     clip = torch.as_tensor(codec.clip, dtype=torch.float32).double()
@@ -71,8 +73,8 @@ def test_codes_are_the_oracles(problem):
     scale, zero = stored_parameters(codec, x, block)
     level = oracle.level(x.double().numpy(), scale, zero)
     found = oracle.unpacked(block["words"].numpy(), codec.bits, x.shape[-1])
-    # A tie, or a level so near the border that float32 cannot tell: either neighbour. Everywhere else exactly equal.
-    # A step of 0 has no levels to choose from: any code decodes to the zero point.
+    # At a tie, or so near the border of two codes that float32 may round to either side, either neighbour is right. All other codes
+    # must be equal, except with a scale of 0, where any code decodes to the zero point.
     clear = (np.abs(level - np.round(level)) > BORDER) & (scale > 0)
     assert (found == oracle.codes_at(level, codec.bits))[clear].all()
     assert (np.abs(found - oracle.codes_at(level, codec.bits)) <= 1)[scale > 0].all()
@@ -94,7 +96,7 @@ def test_stored_parameters_are_the_oracles_rounded(problem):
         part = x[row, head, i * sizes[0] : (i + 1) * sizes[0], j * sizes[1] : (j + 1) * sizes[1]]
         expected = oracle.parameters(part.double().numpy(), codec.bits, clips[head])
         for found, value in zip(stored, expected, strict=True):
-            # What float16 can hold is rounded to it, even where a larger neighbour made the block wide.
+            # Parameters within float16's range are rounded to float16 even in a block that is float32 because of larger ones.
             unit = torch.finfo(torch.float16 if abs(value) <= 65504 else torch.float32)
             size = max(abs(value), abs(expected[0]))
             assert abs(found[at] - value) <= unit.eps * size + unit.smallest_normal * unit.eps
@@ -130,7 +132,7 @@ def test_the_bound_is_not_generous(problem):
     codec, x = problem
     if codec.group is None or not isinstance(codec.clip, float) or codec.clip < 1:
         return
-    # Half a step, and for each 16-bit parameter two roundings of what it amounts to.
+    # At most half a step, and twice the rounding errors of the two 16-bit parameters.
     sizes = (codec.group[0] or x.shape[-2], codec.group[1] or x.shape[-1])
     wide = x.double().unflatten(-1, (-1, sizes[1])).unflatten(-3, (-1, sizes[0]))
     reach = (wide.amax((-3, -1)) - wide.amin((-3, -1))).numpy()
@@ -145,7 +147,7 @@ def test_the_bound_is_not_generous(problem):
 def test_a_block_weighs_what_its_fields_say(problem):
     codec, x = problem
     if codec.group is not None and codec.group[0] is None:
-        return  # such a block has no level in pages; see test_codec_edges
+        return  # pages refuse a group over all tokens (test_codec_edges)
     block = codec.encode(x)
     fields = codec.fields(x.shape[-1], x.dtype, codec.fp32_params(x))
     assert list(block) == list(fields)

@@ -1,4 +1,5 @@
-"""Edges of corrections: overflow, numbers near the end of float16 and beyond it, wrong shares and ranks."""
+"""Edge cases of corrections: overflow of calibrated outliers, numbers near and beyond the end of float16, wrong shares and
+ranks."""
 
 import pytest
 import torch
@@ -26,7 +27,9 @@ pytestmark = pytest.mark.arithmetic
     "outliers", all_outliers(0.02), ids=lambda part: part and f"{part.ranked} {part.low is not None}"
 )
 def test_overflow_is_counted_once_for_each_row(outliers):
-    """And what is counted is no field."""
+    """Entries beyond a threshold that get no slot are counted for each row; `counted` adds them up and removes the count from the
+    block.
+    """
     x = tokens("normal", 3, 40, 0)
     codec = Corrected(UniformQuant(2, (1, None)), outliers, LowRank(2))
     block, count = codec.encode(x), counter(codec, x.device)
@@ -41,7 +44,7 @@ def test_overflow_is_counted_once_for_each_row(outliers):
 
 
 def test_numbers_beyond_float16_are_kept_in_float32():
-    """Three rows, one of them huge: it is as exact as the others, and they are rounded as if it were not there."""
+    """Of three rows, one is 1e5 times as large: outliers of each row are exact to 2^-10 of the row's largest value."""
     x = tokens("real", 3, 40, 2)
     x[1] *= 1e5
     codec = Corrected(UniformQuant(2, (None, 1)), Outliers(0.1, "tokens"), LowRank(2))
@@ -57,7 +60,8 @@ def test_numbers_beyond_float16_are_kept_in_float32():
 @pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_large_values_of_sixteen_bits(dtype, form, codec):
-    """As far apart as float16 can tell two numbers: distances and factors stay finite, outliers exact."""
+    """Outliers that are 23,500 from other values, which float16 still holds: distances and factors are finite, and outliers are off
+    by half a float16 unit at 32768 at most."""
     x = -8_000 + 50 * randn(2, HEADS, 40, CHANNELS)
     x[:, :, 7::9, 3] += 23_500
     x = x.to(dtype)
@@ -89,7 +93,8 @@ def test_what_is_encoded_is_decoded_with_its_count_beside_it():
 
 @pytest.mark.parametrize("codec", [Exact(), UniformQuant(2, (1, None)), UniformQuant(4, None)], ids=repr)
 def test_what_a_segment_shares_is_refused_where_there_are_none(codec):
-    """Lists over tokens and iterated factors belong to a segment; a token's own outliers and coefficients do not."""
+    """Outlier lists over tokens and iterated factors need a segment, so `fields` refuses them without one; outliers of single
+    tokens and coefficients of a calibrated basis do not."""
     basis = LowRank(2, basis=torch.eye(CHANNELS)[:4].expand(HEADS, 4, CHANNELS))
     for parts in ((Outliers(0.1, "tokens"), None), (Outliers(0.1, "matrix"), None), (None, LowRank(2)),
                   (Outliers(0.1, "channels", True), None), (None, LowRank(2, True))):  # fmt: skip

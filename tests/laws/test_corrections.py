@@ -1,4 +1,4 @@
-"""Laws of outliers and low rank around every codec: what each is worth, and what is an outlier."""
+"""Laws of outliers and low-rank factors around every codec: their effect on the error, and which entries are outliers."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from calib.runtime.stages.correction import LowRank, Outliers
 
 pytestmark = pytest.mark.arithmetic
 
-# --- what a correction is worth ---------------------------------------------------------------------------------------
+# --- the error with corrections ---------------------------------------------------------------------------------------
 
 
 @law
@@ -37,7 +37,7 @@ def test_an_outlier_is_exact_to_half_a_unit_of_its_distance(problem):
 
 
 def bound_of(codec: Codec, x: torch.Tensor) -> torch.Tensor:
-    """The declared bound of the codec; heads that share parameters are one."""
+    """The error bound that the codec declares; heads that share parameters are merged into one for it."""
     if not getattr(codec, "across_heads", False):
         return codec.error_bound(x)
     merged = x.transpose(1, 2).flatten(2)[:, None]
@@ -61,8 +61,8 @@ def test_elsewhere_the_error_is_the_codecs_on_what_is_left_and_low_rank_takes_fr
         return
     for row, before in zip(found, residual, strict=True):
         rest, whole = (part.double().transpose(0, 1).flatten(1) for part in (row, before))
-        # A product with a basis takes energy away and never adds any: over heads together, and for each alone. At the
-        # outliers L is made good, which takes more away.
+        # Subtracting a projection onto a basis never increases the norm, over all heads together and for each alone. At outliers
+        # the low-rank part is corrected, which reduces the error further.
         slack = 2.0**-9 * whole.norm() + noise * whole.numel() ** 0.5
         assert rest.norm() <= whole.norm() + slack
         if not codec.low_rank.across_heads:
@@ -73,7 +73,7 @@ def test_elsewhere_the_error_is_the_codecs_on_what_is_left_and_low_rank_takes_fr
 @pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize("codec", [codec for codec in backbones(64) if codec.token_group() != 2][1:], ids=repr)
 def test_errors_are_in_order_on_tokens_like_a_models(codec, form, low_rank):
-    """Quantised > outliers > outliers and low rank, in the mean of the squares over six segments."""
+    """Mean squared errors over six segments: codes alone > with outliers > with outliers and low rank > 0."""
     x = tokens("real", 6, 64, 1)
     if codec.group is None:
         x = x / x.abs().amax() * 3
@@ -142,7 +142,8 @@ def test_what_takes_an_outliers_position(problem):
 
 
 def test_counts_are_what_was_written():
-    """.58 of a row of 100 are 29 at each end, though .29 * 100 is less; never none, never more than half."""
+    """A share of .58 of 100 entries is 29 at each end, though .29 * 100 < 29 in float64; at least 1 (if there are 2), at most
+    half."""
     assert Outliers(0.58, "tokens").count(100) == 29
     assert [Outliers(0.02, "tokens").count(length) for length in (1, 2, 3, 100, 199, 200)] == [0, 1, 1, 1, 1, 2]
     assert [Outliers(1, "tokens").count(length) for length in (1, 2, 3, 5)] == [0, 1, 1, 2]
@@ -160,7 +161,8 @@ def test_ranks_are_what_was_written():
 @pytest.mark.parametrize(("tokens_", "heads", "channels"), [(300, 2, 64), (20, 4, 64), (300, 4, 64), (256, 4, 64)])
 @pytest.mark.parametrize("across", [False, True])
 def test_rounds_start_where_seed_layer_and_head_say(tokens_, heads, channels, across):
-    """The factors beside the same rounds in float64, three of them where the matrix is long and wide."""
+    """Factors agree with the oracle's power iteration in float64 from the same start, with three rounds for large matrices, to four
+    units of the stored factors; another layer has another start."""
     low_rank = LowRank(3, across).with_seed(5, 2)
     residual = torch.from_numpy(real_like((heads, tokens_, channels), 3))
     factors = low_rank.encode(residual[None], False)

@@ -1,4 +1,4 @@
-"""Laws of what corrections store around every codec: bytes, bits, pages and records, and attention over them."""
+"""Laws of the fields that corrections add to every codec: bytes, bits, pages and records, and attention over them."""
 
 import pytest
 import torch
@@ -66,7 +66,7 @@ def test_a_row_alone_gives_the_same_bits_and_the_input_is_not_changed(problem):
             assert torch.equal(alone[name][0], part[row]), name
         narrow = encoded(
             codec, x[row : row + 1]
-        )  # whatever its neighbours' size, what float16 can hold is rounded to it
+        )  # numbers within float16's range are rounded to float16, also beside rows that need float32
         assert all(torch.equal(narrow[name][0].float(), part[row].float()) for name, part in together.items())
     decoded = codec.decode(together, x.shape[-1])
     query, weights = torch.ones(len(x), HEADS, 2, CHANNELS), torch.ones(len(x), HEADS, 2, x.shape[2])
@@ -74,7 +74,7 @@ def test_a_row_alone_gives_the_same_bits_and_the_input_is_not_changed(problem):
     attended(codec, query, weights, tile, x.shape[2])
     assert torch.equal(x, before) and bool((query == 1).all() and (weights == 1).all())
     assert all(torch.equal(part, copies[name]) for name, part in together.items())
-    strided = x.transpose(1, 2).contiguous().transpose(1, 2)  # as a model makes them
+    strided = x.transpose(1, 2).contiguous().transpose(1, 2)  # the strides of a model's keys and values
     assert all(torch.equal(part, copies[name]) for name, part in encoded(codec, strided).items())
     assert decoded.dtype == torch.float32 and decoded.shape == x.shape and bool(decoded.isfinite().all())
 
@@ -89,7 +89,8 @@ def test_attention_meets_the_parts_as_it_would_the_tokens(problem):
 
 @pytest.mark.parametrize("codec", [codec for codec in backbones(40) if getattr(codec, "bits", 3) > 1], ids=repr)
 def test_every_codec_with_every_correction(codec):
-    """Outliers exact, attention over what is stored, storage as declared: 60 combinations each."""
+    """With every kind of outliers and low rank around the codec: fields as declared, attention equal to float64 attention over
+    decoded tokens, and outliers exact to 2^-10 of the largest value."""
     x = tokens("real", 2, 40, 5)
     for outliers in all_outliers(0.1):
         for low_rank in all_low_ranks(3):
@@ -105,7 +106,7 @@ def test_every_codec_with_every_correction(codec):
 def pools(
     codec: Corrected, x: torch.Tensor, longest: int, page_tokens: int, fp32_params: bool
 ) -> tuple[PagePool, PagePool]:
-    """Pages and records for segments of up to `longest` tokens."""
+    """Empty pages and records for segments of up to `longest` tokens; records have the fields that a segment shares."""
     records, pages = (PagePool({}, HEADS, x.device, size) for size in (1, page_tokens))
     fit(codec, pages, records, x, longest, fp32_params)
     return pages, records
@@ -119,7 +120,7 @@ def fit(codec: Corrected, pages: PagePool, records: PagePool, x: torch.Tensor, l
 
 
 def same_positions(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Whether a stored part is the encoded one bit for bit, followed by zeros; 16-bit indices have no sign."""
+    """Whether a stored part equals the encoded one, followed by zeros in a wider field; int16 indices are read as unsigned."""
     if not found.dtype.is_floating_point and expected.dtype in (torch.int32, torch.int64):
         found = found.to(expected.dtype) & 0xFFFF if found.dtype == torch.int16 else found.to(expected.dtype)
     width = expected.shape[-1]
@@ -130,7 +131,8 @@ def same_positions(found: torch.Tensor, expected: torch.Tensor) -> bool:
 @law
 @given(problems(), st.integers(0, 3))
 def test_a_rows_segment_comes_back_from_pages_and_its_record_bit_for_bit(problem, longer):
-    """Also a segment that is shorter than another row's, and one that was there before a longer one came."""
+    """Segments are read back from fields as long as their own (longer = 0), made for a longer segment (1), and widened for one
+    after they were written (2, 3)."""
     codec, x, _ = problem
     count, fp32_params = x.shape[2], codec.fp32_params(x)
     page, longest = 8, count * (1 + 9 * longer)
@@ -180,7 +182,7 @@ def test_segments_of_a_page_each_are_met_together(problem):
     ("count", "dtype"), [(256, torch.uint8), (257, torch.int16), (65536, torch.int16), (65537, torch.int32)]
 )
 def test_indices_are_as_wide_as_a_segment_is_long(count, dtype, form):
-    """Positions up to the last token, in bytes, words without a sign, and double words."""
+    """Outliers at the last tokens are decoded with indices in bytes, unsigned 16-bit words and 32-bit words."""
     x = randn(1, HEADS, count, 2, seed=3)
     x[:, :, -1], x[:, :, -2] = 50, -50
     codec = Corrected(UniformQuant(4, (None, 1)), Outliers(1e-4, *form))
@@ -198,14 +200,14 @@ def test_indices_are_as_wide_as_a_segment_is_long(count, dtype, form):
         found = codec.decode(stored, 2)
         assert (found[:, :, -2:] - x[:, :, -2:]).abs().max() < 0.05
         assert (found - by_entry(codec, stored, 2)).abs().max() < FLOAT32_ATTENTION * 50
-        if number == 0:  # beside a longer row
+        if number == 0:  # the second time with indices widened for a longer row
             fit(codec, pages, records, x, 70_000, False)
             assert records.fields["outliers.tokens"].dtype == torch.int32
 
 
 @pytest.mark.parametrize("length", [60, 300])
 def test_lists_from_a_file_are_put_in_order(length):
-    """As they are encoded, whatever order they come in: by token, unused slots last, in the room that a longer row has left."""
+    """`ordered` sorts shuffled entries of outlier lists into the order of the encoder: by token, with unused slots last."""
     x = randn(1, HEADS, length, 8, seed=5)
     found = Outliers(0.2, "tokens", low=torch.tensor(-1.5), high=torch.tensor(1.5))
     codec = Corrected(UniformQuant(4, (None, 1)), found)

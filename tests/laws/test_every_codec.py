@@ -1,4 +1,4 @@
-"""What every codec obeys, whatever it does inside: one row of `tests/support/codec_cases.py` each."""
+"""Laws of every codec; each test runs for every row of `tests/support/codec_cases.py`."""
 
 from dataclasses import fields
 
@@ -28,7 +28,7 @@ SEGMENT = Segment(HEADS, 64)
 
 
 def tokens(case: CodecCase, kind: str, batch: int, groups: int, seed: int, dtype: torch.dtype) -> torch.Tensor:
-    """`[batch, kv_heads, groups of tokens, channels]` within the codec's reach."""
+    """Random tokens `[batch, kv_heads, groups x token_group, channels]`, clamped to the codec's reach and to float16's range."""
     count = groups * case.codec().token_group()
     x = torch.randn(batch, HEADS, count, case.channels, generator=torch.Generator().manual_seed(seed))
     if kind == "outlier channel":
@@ -41,12 +41,12 @@ drawn = given(st.sampled_from(KINDS), st.integers(1, 3), st.integers(1, 5), st.i
 
 
 def same(one, other) -> bool:
-    """Two blocks bit for bit, but that one may keep 16-bit numbers in float32."""
+    """Whether two blocks have the same numbers; dtypes may differ."""
     return one.keys() == other.keys() and all(torch.equal(one[name].float(), other[name].float()) for name in one)
 
 
 def test_every_codec_is_in_the_table():
-    """All but what wraps another: corrections have laws of their own over every codec."""
+    """Every exported codec has a row, except `Corrected`, whose own laws run over all codecs (test_corrections)."""
     exported = {getattr(stage, name) for name in stage.__all__} - {stage.Codec, stage.Corrected}
     assert {type(case.codec()) for case in CODECS} == exported
 
@@ -67,7 +67,8 @@ def test_what_comes_back_is_within_the_declared_bound(case, kind, batch, groups,
 @law
 @drawn
 def test_extremes_stand_for_all_tokens(case, kind, batch, groups, seed, dtype):
-    """Of a codec that says so the two decide how wide parameters are, also where numbers are larger than its pages hold."""
+    """For a codec with `asks_extremes`, the smallest and largest values alone decide whether parameters need float32, also for
+    values beyond float16's range."""
     codec, x = case.codec(), tokens(case, kind, batch, groups, seed, dtype)
     if codec.asks_extremes:
         for factor in (1, 2, 2**6, 2**20):
@@ -107,7 +108,8 @@ def test_rows_and_groups_of_tokens_stand_alone(case, kind, batch, groups, seed, 
     whole, group = codec.encode(x), codec.token_group()
     for row in range(batch):
         assert same(codec.encode(x[row : row + 1]), {name: part[row : row + 1] for name, part in whole.items()})
-    # Products are rounded by their shapes: such a codec is given the same pieces each time; and a segment is given whole.
+    # The rounding of products depends on their shapes, so a codec with products (`row_by_row`) always gets the same pieces; and a
+    # codec over all tokens always gets whole segments.
     if not codec.row_by_row and not codec.over_all_tokens:
         last = codec.encode(x[:, :, -group:])
         assert same(last, {name: part[:, :, -last[name].shape[2] :] for name, part in whole.items()})
@@ -167,7 +169,7 @@ def test_one_token_or_one_group_is_enough(case):
 
 @every
 def test_a_codec_made_again_from_its_options_gives_the_same_bits(case):
-    """Plain options go through YAML, as they do in a configuration; tensors as an artifact has them."""
+    """Plain options are written to YAML and read again, as in a configuration file; tensors are passed as they are."""
     codec, x = case.codec(), tokens(case, "normal", 2, 3, 5, torch.float32)
     own = {field.name: getattr(codec, field.name) for field in fields(codec)}
     plain = {name: value for name, value in own.items() if isinstance(value, bool | int | float | str | tuple | None)}

@@ -1,4 +1,4 @@
-"""The largest magnitude in one pass is what `abs` and `amax` would find, bit for bit."""
+"""`largest_magnitude`, one pass over the data, gives the bits of `abs().amax()`."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The packed words: round trip at every width, and the bytes exactly as kernels/pack/README.md draws them."""
+"""Packed words and bytes: round trips at every width, and the layout of kernels/pack/README.md."""
 
 import pytest
 import torch
@@ -50,7 +50,7 @@ def test_unpacking_gives_the_codes_back(bits, channels, lead, seed):
 
 @st.composite
 def patterns(draw) -> tuple[int, ...]:
-    """Widths of 1 ... 8 bits, 16 together at most."""
+    """Draw the widths of a word's fields: 1 ... 8 bits each, 16 together at most."""
     widths = [draw(st.integers(1, 8))]
     while (left := 16 - sum(widths)) and draw(st.integers(0, 7)):
         widths.append(draw(st.integers(1, min(8, left))))
@@ -60,7 +60,7 @@ def patterns(draw) -> tuple[int, ...]:
 @settings(derandomize=True, deadline=None, max_examples=examples(100))
 @given(widths=patterns(), words=st.integers(1, 9), missing=st.integers(0, 20), seed=st.integers(0, 99))
 def test_fields_of_any_widths_give_the_codes_back(widths, words, missing, seed):
-    """The last planes may lack channels; a word is what its fields say, bit by bit."""
+    """A round trip, and a comparison of every word's bits with its fields; the last planes may have fewer channels."""
     channels = max((len(widths) - 1) * words + 1, len(widths) * words - missing)
     words = words_per_token(channels, widths)
     levels = torch.tensor([2**width for width in widths]).repeat_interleave(words)[:channels]
@@ -102,7 +102,7 @@ def test_heads_lie_side_by_side(counts, tokens, lead):
         own = words[..., head, :, :count]
         assert torch.equal(row[..., 0, :, begins[head] : begins[head + 1]], own)
         assert torch.equal(spread[..., head, :count, :], own.mT)
-        beyond = spread[..., head, count:, :]  # words that there are
+        beyond = spread[..., head, count:, :]  # must be words of the row, though of any head
         assert torch.isin(beyond, row).all()
 
 
@@ -148,7 +148,7 @@ def test_the_layout_written_out_by_hand():
     # 4 bits, 8 channels: 4 planes of W = 2 channels. Word 0 holds channels 0, 2, 4, 6, the first in the lowest bits.
     words = pack(torch.tensor([1, 2, 3, 4, 5, 6, 7, 8]), 4)
     assert words.tolist() == [0x7531, 0x8642 - 0x10000]  # the sixteenth bit is the sign of an int16
-    # 3 bits, 7 channels: 5 planes, W = ceil(7 / 5) = 2; plane 3 holds channel 6 alone and plane 4 nothing.
+    # 3 bits, 7 channels: 5 planes, W = ceil(7 / 5) = 2; plane 3 holds channel 6 alone and plane 4 is unused.
     words = pack(torch.tensor([7, 1, 2, 3, 4, 5, 6]), 3)
     assert words.tolist() == [7 | 2 << 3 | 4 << 6 | 6 << 9, 1 | 3 << 3 | 5 << 6]
     # 1 bit, 16 channels: one word, channel c in bit c.

@@ -1,4 +1,4 @@
-"""Laws of the schedules: what is encoded stays encoded, and the ring is always large enough for what is not."""
+"""Laws of the schedules: an encoded token stays encoded, and the window always has a slot for every exact token."""
 
 from itertools import pairwise
 
@@ -21,7 +21,7 @@ def test_what_is_encoded_never_comes_back(schedule, length):
     packed, later = schedule.packed(length), schedule.packed(length + 1)
     assert 0 <= packed <= length
     assert packed <= later <= length + 1
-    # Codes may be written before they are read, never after, and never for tokens that are not there.
+    # Codes may be written before attention reads them (`encoded` >= `packed`), and only of tokens that exist.
     assert packed <= schedule.encoded(length) <= length
     assert schedule.encoded(length) <= schedule.encoded(length + 1)
 
@@ -43,7 +43,7 @@ def test_the_exact_tokens_fit_the_window_and_its_slots(schedule, length):
 def test_steps_and_one_jump_encode_the_same(schedule, length, count):
     stepped = [schedule.packed(length + step) for step in range(count + 1)]
     assert stepped == sorted(stepped)
-    # Rows that let go of tokens in a decode step all let go of equally many: one, or a whole block.
+    # All decode steps that pack tokens pack the same number of them: one, or a whole block.
     to_device = {after - before for before, after in pairwise(stepped)} - {0}
     assert len(to_device) <= 1
 

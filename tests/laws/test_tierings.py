@@ -1,4 +1,5 @@
-"""Laws of the tierings: every token has one position, counts go by a row's lengths alone, and only what may shrink shrinks."""
+"""Laws of the tierings: every token is in one tier or the window, counts depend on a row's lengths alone, and tiers never
+shrink."""
 
 import math
 from dataclasses import replace
@@ -19,7 +20,7 @@ amounts = st.one_of(st.integers(0, 90), st.floats(0, 0.5))
 
 @st.composite
 def shares(draw):
-    """Shares of one to four tiers that add up to 1, some of them 0, a block, perhaps a window and sinks."""
+    """Draw `RatioTiers`: shares of one to four tiers that add up to 1, some of them 0; a block; perhaps a window and sinks."""
     parts = draw(st.lists(st.integers(0, 10), min_size=1, max_size=4).filter(any))
     window = draw(st.one_of(st.just(0), st.integers(1, 90)))
     sinks = draw(st.one_of(st.just(0), st.integers(1, 20)))
@@ -51,7 +52,7 @@ def test_every_token_has_one_position(tiering, length, prompt):
 @law
 @given(tierings, st.integers(0, 700), st.integers(1, 500))
 def test_a_tier_never_shrinks(tiering, length, prompt):
-    """What is encoded stays; only a slot that is used again may change whose it is."""
+    """With one more token no tier holds fewer tokens; only slots that are overwritten may change their token."""
     now, later = tiering.held(length, prompt), tiering.held(length + 1, prompt)
     assert all(one <= other for one, other in zip(now, later, strict=True))
 
@@ -62,7 +63,7 @@ locals_of_blocks = st.builds(InitialAndWindow, st.integers(0, 9), st.integers(1,
 @law
 @given(st.one_of(tierings, locals_of_blocks), st.integers(0, 700), st.integers(1, 500))
 def test_the_next_tokens_go_where_it_says(tiering, length, prompt):
-    """Token by token, and of those that go on for ever the first ones."""
+    """The tier and count of `next_tokens` agree with `held` and `exact` token by token, for up to 300 tokens."""
     tier, tokens = tiering.next_tokens(length, prompt)
     assert tokens >= 0
     for more in range(1, min(tokens, 300) + 1):
@@ -75,8 +76,8 @@ def test_the_next_tokens_go_where_it_says(tiering, length, prompt):
 @law
 @given(shares(), st.integers(1, 500), st.integers(0, 400))
 def test_chunks_follow_each_other(tiering, prompt, more):
-    """Steps and one jump encode the same chunks, whose shares are those of the tiers, rounded down but for the last; the first
-    one's sinks are in no tier."""
+    """Chunks are adjacent and depend on positions alone, so decode steps and one long forward encode the same ones. A tier's tokens
+    of a chunk are its share, rounded down but for the last tier; sinks are in no tier."""
     length = prompt + more
     exact = tiering.exact(length, prompt)
     waiting = tiering.first(prompt) if not tiering.encoded(length, prompt) else tiering.block
@@ -132,7 +133,7 @@ def test_a_budget_is_fixed_by_the_prompt_and_always_has_a_token(tiering, prompt)
             {0: [0, 0], 24: [0, 0], 25: [15, 10], 34: [15, 10], 35: [21, 14], 60: [33, 22]},
         ),
         (RatioTiers((0.6, 0.4), 10), 4, {4: [0, 0], 9: [0, 0], 10: [6, 4], 20: [12, 8]}),
-        (RatioTiers((0.05, 0.05, 0.9), 10), 10, {10: [1, 1, 8]}),  # a positive share is a token at least
+        (RatioTiers((0.05, 0.05, 0.9), 10), 10, {10: [1, 1, 8]}),  # a positive share is at least one token
         (RatioTiers((0.0, 1.0), 10), 10, {10: [0, 10]}),
         (RatioTiers((1.0,), 8, window=20), 50, {20: [0], 50: [30], 57: [30], 58: [38]}),
         (RatioTiers((1.0,), 8, window=20), 5, {27: [0], 28: [8], 35: [8], 36: [16]}),
@@ -178,6 +179,6 @@ def test_which_slots_are_used_again():
         (PromptBudget(9, 4), []),
     ):
         assert [tier for tier in range(2) if tiering.rewritten(tier)] == written
-    for tiering in (HeavyHitterBudget(2, 3), Sinks(2, 3)):  # a ring of three
+    for tiering in (HeavyHitterBudget(2, 3), Sinks(2, 3)):  # with a ring of three slots
         lengths = [tiering.held(length, 10) for length in range(30)]
         assert all(sum(later) - sum(now) in (0, 1) for now, later in pairwise(lengths))

@@ -1,5 +1,5 @@
-"""Laws of the transforms: an exact inverse, and folds that let attention work on transformed tokens; and of those that are
-measured: they hold what they were measured on, and a row's numbers are its own."""
+"""Laws of the transforms: the inverse undoes them, and folded queries and outputs give the attention of the original tokens. Of
+transforms that are measured on a prompt: the range of the result, and independence of the other rows."""
 
 import oracle
 import pytest
@@ -31,7 +31,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 @st.composite
 def transforms(draw):
-    """A transform for some heads and channels, and tokens `[batch, heads, tokens, channels]`."""
+    """Draw a transform for some heads and channels, tokens `[batch, heads, tokens, channels]`, and a generator for more tensors."""
     heads, channels = draw(st.integers(1, 4)), draw(st.integers(1, 40))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 999)))
     low = torch.randn(heads, channels, generator=generator) * 5
@@ -100,7 +100,7 @@ def test_folding_the_output_keeps_every_mixture(problem):
 @law
 @given(st.integers(1, 3), st.integers(1, 12), st.integers(0, 5), st.integers(0, 999), st.sampled_from([1.0, 1.3]))
 def test_a_folded_bias_keeps_every_score(heads, pairs, rest, seed, scaling):
-    """q.k_t = (T^-T q).y_t + q.R_t b at any position, also of channels that RoPE leaves alone."""
+    """q.k_t = (T^-T q).y_t + q.R_t b for keys at random positions, also with channels that RoPE does not rotate."""
     draw, channels = torch.Generator().manual_seed(seed), 2 * pairs + rest
     rotation = Rotation(torch.rand(pairs, generator=draw, dtype=torch.float64), scaling)
     bias = 9 * torch.randn(heads, channels, generator=draw)
@@ -134,7 +134,7 @@ MEASURED = [MeasuredRange(), MeasuredScale(), MeasuredBalancer()]
 
 
 def prompt(seed: int, magnitude: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens `[2, 2, 30, 8]` and queries of twice as many heads, both with a channel that is always 0."""
+    """Random keys `[2, 2, 30, 8]` and queries `[2, 4, 30, 8]`, both with a channel that is always 0."""
     draw = torch.Generator().manual_seed(seed)
     tokens, query = (magnitude * torch.randn(2, heads, 30, 8, generator=draw) for heads in (2, 4))
     tokens[..., 0] = query[..., 0] = 0
@@ -156,7 +156,7 @@ def test_measured_numbers_are_one_for_a_row_head_and_channel_and_finite(recipe, 
 
 @pytest.mark.parametrize("recipe", MEASURED, ids=lambda one: type(one).__name__)
 def test_a_row_is_measured_by_itself_alone(recipe):
-    """Also where a neighbour's size makes the numbers of all rows float32."""
+    """A row has the same parameters alone and beside a row so large that the parameters of all rows are float32."""
     (mine, query), (wild, _) = prompt(2), prompt(3, 1e9)
     alone = recipe.measure(mine[:1], query[:1], torch.float16)
     beside = recipe.measure(torch.cat([mine[:1], wild]), torch.cat([query[:1], query]), torch.float32)
@@ -192,7 +192,7 @@ def test_a_channel_of_zeros_is_nearly_zero_where_scales_are_frozen_and_comes_bac
 
 
 def test_a_measured_balancer_makes_keys_and_queries_alike():
-    """After it the largest key of a channel is as large as the largest query: both the geometric mean."""
+    """After balancing, the largest key of a channel is as large as the largest query of its group, to 2^-8 (float16 balancer)."""
     tokens, query = prompt(6)
     tokens[..., 3] *= 50
     balancer = MeasuredBalancer().measure(tokens, query, torch.float16)

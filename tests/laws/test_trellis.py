@@ -1,4 +1,4 @@
-"""Trellis-coded components: the best path of all, decoded as specified, and no token's path another's business."""
+"""Trellis-coded components: the encoder finds the best path, decoding is as specified, and tokens are encoded independently."""
 
 import numpy as np
 import pytest
@@ -29,13 +29,14 @@ def components(tokens=40, rows=2, spread=0.5, seed=1):
 
 
 def along_path(x, head):
-    """`x [..., components]` of a head in the order of its path: word by word."""
+    """The components of one head, `x [..., components]` plane by plane, in the order of the path: word by word."""
     return x.reshape(*x.shape[:-1], len(WIDTHS), -1).swapaxes(-1, -2)[..., : COUNTS[head], :].reshape(*x.shape[:-1], -1)
 
 
 @pytest.mark.parametrize("spread", [0.1, 0.5, 3.0])
 def test_no_path_is_better(spread):
-    """Every one of 2^6 and 2^12 paths is tried; components within all levels, about them, and far outside."""
+    """The encoded path costs as little as the best of all 2^6 or 2^12 paths in float64, for components within the levels, about as
+    wide, and far outside."""
     quant, y = codec(), components(3, 1, spread)
     held = trellis_components(quant.encode(y)["words"].numpy(), WIDTHS, COUNTS)
     for head, count in enumerate(COUNTS):
@@ -57,7 +58,7 @@ def test_words_say_what_is_decoded():
 
 
 def test_any_words_can_be_read():
-    """Also such as no encoder writes."""
+    """Random words, also ones that the encoder never writes, are decoded as the oracle decodes them."""
     words = torch.randint(-(2**15), 2**15, (2, 1, 50, sum(COUNTS)), generator=torch.Generator().manual_seed(3))
     words = words.to(torch.int16)
     held = trellis_components(words.numpy(), WIDTHS, COUNTS)
@@ -83,7 +84,7 @@ def test_a_token_has_the_same_words_in_any_company(sized):
 
 
 def test_what_lies_far_outside_leaves_the_others_their_digits():
-    """A component a million times too large takes the outermost level that there is, and the others what is best beside it."""
+    """A component of 1e6 and one of 10, both beyond the outermost level, give the same words."""
     quant, y = codec(), components(200, 1)
     near, far = y.clone(), y.clone()
     near[..., 1], far[..., 1] = 10, 1e6
@@ -92,7 +93,7 @@ def test_what_lies_far_outside_leaves_the_others_their_digits():
 
 @pytest.mark.parametrize(("bits", "gained"), [(1, 0.5), (2, 0.85), (4, 0.8)])
 def test_what_it_gains_on_gaussian_components(bits, gained):
-    """In decibels, beside uniform codes in steps of their own best."""
+    """The gain in decibels over uniform codes on Gaussian components, each with a step that is good for its levels."""
     y = torch.randn(1, 1, 1500, 64, generator=torch.Generator().manual_seed(0))
     widths, counts = (bits,) * (16 // bits), (64 * bits // 16,)
     best = {}
@@ -112,7 +113,7 @@ def test_attention_on_words_is_attention_on_what_they_hold():
     block = quant.encode(components())
     held, tile = quant.decode(block, COMPONENTS).double(), {"words": block["words"].mT.contiguous()}
     query, weights = (torch.randn(2, len(COUNTS), 5, n, generator=draw) for n in (COMPONENTS, 40))
-    own = quant.weights > 0  # what a head has no word for means nothing
+    own = quant.weights > 0  # components without a word have no meaning
     query, held = query * own, held * own
     torch.testing.assert_close(quant.scores(query, tile).double(), query.double() @ held.mT, rtol=0, atol=1e-4)
     mixed = quant.mix(weights, tile, COMPONENTS).double() * own

@@ -1,4 +1,4 @@
-"""Codecs with every correction around them, tokens for them, and attention over what they store beside float64."""
+"""Codecs with every correction around them, tokens for them, and a comparison of attention over their fields with float64."""
 
 from dataclasses import replace
 from typing import NamedTuple
@@ -31,7 +31,7 @@ def randn(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def tokens(kind: str, batch: int, count: int, seed: int) -> torch.Tensor:
-    """`[batch, kv_heads, count, channels]`."""
+    """Random tokens `[batch, HEADS, count, CHANNELS]`, float32, of one of KINDS."""
     x = randn(batch, HEADS, count, CHANNELS, seed=seed)
     if kind == "real":
         x = torch.from_numpy(np.stack([real_like(tuple(x.shape[1:]), 10 * seed + row) for row in range(batch)]))
@@ -55,7 +55,7 @@ def tokens(kind: str, batch: int, count: int, seed: int) -> torch.Tensor:
 
 
 def backbones(count: int) -> list[Codec]:
-    """Every codec that `count` tokens can be given to."""
+    """Every inner codec that can encode `count` tokens."""
     across = [UniformQuant(3, group, across_heads=True) for group in ACROSS]
     codecs = [*(UniformQuant(bits, group) for bits in (1, 2, 4) for group in GROUPS), *across]
     codecs.append(UniformQuant(2, None, torch.tensor([0.8, 2.5])[:, None, None]))
@@ -67,13 +67,14 @@ FORMS = [("tokens", False), ("channels", False), ("channels", True), ("matrix", 
 
 
 def thresholds(ranked: str, across: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """As an artifact has them for such rows."""
+    """Outlier thresholds (low, high) in the shape in which an artifact has them for such rows."""
     shape = (1, 1, 1) if across else (HEADS, 1, CHANNELS) if ranked == "tokens" else (HEADS, 1, 1)
     return -0.9 - randn(*shape, seed=1).abs() / 3, 0.8 + randn(*shape, seed=2).abs() / 3
 
 
 def all_outliers(share: float, of_rows: bool = True) -> list[Outliers | None]:
-    """None, and every form, ranked and calibrated, and perhaps those that are a row's."""
+    """None, and every form of outliers, ranked and with calibrated thresholds; with `of_rows` also those whose lists are of a
+    row."""
     forms: list[Outliers | None] = [None]
     for ranked, across in FORMS:
         fill = "zero" if ranked == "matrix" else "mean"
@@ -83,14 +84,14 @@ def all_outliers(share: float, of_rows: bool = True) -> list[Outliers | None]:
 
 
 def all_low_ranks(rank: float | int) -> list[LowRank | None]:
-    """None, heads alone and together, and a basis known beforehand."""
+    """None, factors of each head and across heads, and for a whole rank a calibrated basis."""
     basis = torch.linalg.qr(randn(HEADS, CHANNELS, BASIS, seed=7)).Q.mT.contiguous()
     known = [LowRank(min(rank, BASIS), basis=basis)] if isinstance(rank, int) else []
     return [None, LowRank(rank), LowRank(rank, across_heads=True), *known]
 
 
 class Problem(NamedTuple):
-    """A corrected codec and tokens for it."""
+    """A corrected codec, tokens for it, and both in words for hypothesis's report."""
 
     codec: Corrected
     x: torch.Tensor
@@ -122,7 +123,7 @@ def problems(draw, plain: bool = False, of_rows: bool = True):
 
 
 def encoded(codec: Corrected, x: torch.Tensor, fp32_params: bool | None = None) -> Block:
-    """A block as a tier stores it."""
+    """The encoded block without its count of overflowed outliers, as a tier stores it."""
     block = codec.encode(x, fp32_params)
     return counted(block, counter(codec, x.device))
 
@@ -132,14 +133,14 @@ def segment(x: torch.Tensor) -> Segment:
 
 
 def as_stored(codec: Corrected, block: Block, x: torch.Tensor, fp32_params: bool) -> dict[str, torch.Tensor]:
-    """The fields of a block in their own types."""
+    """The fields of a block in the dtypes in which they are stored."""
     fields = codec.fields(x.shape[-1], x.dtype, fp32_params, segment(x))
     assert set(fields) == {name for name in block if name != OVERFLOWED}
     return {name: block[name].to(field.dtype) for name, field in fields.items()}
 
 
 def backbone_alone(codec: Corrected, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What the outliers are taken from, the outliers as a mask, and what the codec makes of the rest."""
+    """The tokens with outliers replaced (as the inner codec gets them), the mask of outliers, and the inner codec's decoding."""
     filled, mask = [], []
     for row in x.float().split(1):
         found = None if codec.outliers is None else codec.outliers.find(row)
@@ -157,7 +158,7 @@ def backbone_alone(codec: Corrected, x: torch.Tensor) -> tuple[torch.Tensor, tor
 def attended(
     codec: Corrected, query: torch.Tensor, weights: torch.Tensor, tile: Block, count: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits and mixture from a tile, lists of segments included."""
+    """Logits `q K^T` and mixtures `p V` from a tile, including outlier lists of segments."""
     scores, mixed = codec.scores(query, tile), codec.mix(weights, tile, query.shape[-1])
     listed = segment_scores(codec, query, tile, count), segment_mix(codec, weights, tile, query.shape[-1])
     found = [part if more is None else part + more for part, more in zip((scores, mixed), listed, strict=True)]
@@ -165,7 +166,7 @@ def attended(
 
 
 def by_entry(codec: Corrected, block: Block, channels: int) -> torch.Tensor:
-    """x^ of every row in float64, its corrections added up one entry at a time."""
+    """x^ of every row in float64 by the oracle, which adds corrections one entry at a time."""
     rows = range(len(next(iter(block.values()))))
     return torch.stack(
         [oracle.decoded(codec, {name: part[row] for name, part in block.items()}, channels) for row in rows]
@@ -173,7 +174,8 @@ def by_entry(codec: Corrected, block: Block, channels: int) -> torch.Tensor:
 
 
 def check_attention(codec: Corrected, block: Block, tile: Block, shape: torch.Size) -> None:
-    """Attention over a tile beside attention over its tokens, entry by entry in float64; and beside `decode`."""
+    """Assert that logits and mixtures from a tile, and `decode`, agree with the oracle's decoded tokens in float64, to
+    FLOAT32_ATTENTION of the largest part."""
     rows, heads, count, channels = shape
     whole = by_entry(codec, block, channels)
     decoded = codec.decode(block, channels)

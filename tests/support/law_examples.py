@@ -1,4 +1,4 @@
-"""How many examples a law takes: what its test asks for, and in a quick run (`pytest --quick`) at most FEW."""
+"""The number of hypothesis examples of a law: what its test asks for, but at most FEW in a quick run (`pytest --quick`)."""
 
 from hypothesis import settings
 
@@ -8,10 +8,10 @@ settings.register_profile("quick", max_examples=FEW)
 
 
 def take_few() -> None:
-    """From now on; a test's own number is read when its file is imported."""
+    """Load the profile of quick runs; call it before test files are imported, which read their number of examples then."""
     settings.load_profile("quick")
 
 
 def examples(asked: int) -> int:
-    """The number that `settings(max_examples=...)` gets where a test asks for `asked`."""
+    """The number for `settings(max_examples=...)` of a test that asks for `asked` examples."""
     return min(asked, FEW) if settings().max_examples == FEW else asked
