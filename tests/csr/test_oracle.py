@@ -1,4 +1,4 @@
-"""The oracle against what is known without it: worked by hand, and by what a mistake in it would do."""
+"""Tests of CSR's float64 oracle: results worked out by hand, and how far mistakes are beyond its tolerance."""
 
 from dataclasses import replace
 
@@ -20,13 +20,13 @@ FREQUENCIES = 10000.0 ** (-np.arange(16) / 16)
 
 
 def unit(*shape: int, seed: int = 0) -> np.ndarray:
-    """Atoms as they are stored."""
+    """Random atoms of norm 1, rounded to float16 as they are stored."""
     rows = np.random.default_rng(seed).standard_normal(shape)
     return (rows / np.linalg.norm(rows, axis=-1, keepdims=True)).astype(np.float16).astype(np.float64)
 
 
 def vectors(*shape: int, seed: int = 1) -> np.ndarray:
-    """As a float32 model makes them."""
+    """Random vectors, rounded to float32."""
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32).astype(np.float64)
 
 
@@ -34,7 +34,8 @@ def vectors(*shape: int, seed: int = 1) -> np.ndarray:
 
 
 def test_a_pursuit_by_hand():
-    """(-4, 3): the first axis, then .6 of what is left along (.6, .8), which leaves the second axis its turn."""
+    """(-4, 3) takes -4 of the first axis; of the rest (0, 3) the second axis, not (.6, .8). In the last two cases (5, 1) takes 5 of
+    the first axis and .8 of (.6, .8); orthogonally, least squares gives 4.25 and 1.25."""
     atoms = np.array([[1, 0], [0.6, 0.8], [0, 1]])
     index, coefficient = pursue(np.array([[-4.0, 3.0]]), atoms, 3, orthogonal=False)
     assert index.tolist() == [[0, 2, 0]] and np.allclose(coefficient, [[-4, 3, 0]])
@@ -47,7 +48,8 @@ def test_a_pursuit_by_hand():
 
 
 def test_residuals():
-    """They never rise; orthogonal ones are orthogonal to every atom chosen, and smaller."""
+    """Norms of residuals never rise with more steps; in orthogonal pursuit they are orthogonal to every chosen atom, and
+    smaller."""
     x, atoms = vectors(200, 16), unit(64, 16)
     found = {}
     for orthogonal in (False, True):
@@ -61,12 +63,12 @@ def test_residuals():
         assert (np.diff(sizes, axis=0) <= 1e-12).all()
         found[orthogonal] = sizes
     assert [np.array_equal(one, other) for one, other in zip(*found.values(), strict=True)][:1] == [True]
-    assert np.allclose(found[True][1], found[False][1], rtol=1e-3)  # but for the lengths of atoms
+    assert np.allclose(found[True][1], found[False][1], rtol=1e-3)  # equal up to the norms of float16 atoms
     assert all((found[True][steps].mean() < found[False][steps].mean()) for steps in range(2, 9))
 
 
 def test_atoms_that_depend_on_each_other():
-    """Nothing becomes infinite where an atom comes twice, is zero, or x is."""
+    """Coefficients are finite and x^ = x if an atom occurs twice or is 0, or x is 0."""
     atoms = np.stack([np.eye(4)[0], np.eye(4)[0], np.zeros(4), np.eye(4)[1]])
     for x in (np.array([[3.0, 2, 0, 0]]), np.zeros((1, 4))):
         for orthogonal in (False, True):
@@ -108,7 +110,7 @@ def test_eight_bits_of_float():
 
 
 def test_whole_numbers_by_hand():
-    """L = 7, scale 2: 13.2 is 6.6 of them."""
+    """4 bits: codes up to 7, so a largest coefficient of 14 gives the scale 2, and -13.2 is rounded to -7 x 2."""
     c = np.array([14.0, -13.2, 0.9, -1.1, 5.0])
     assert stored(c, 4).tolist() == [14, -14, 0, -2, 4]
     assert stored(np.array([3.0, -1.4, 1.6]), 2).tolist() == [3, 0, 3]
@@ -143,7 +145,8 @@ def test_rotation_is_multiplication_of_complex_numbers():
 
 
 def test_own_atoms_by_hand():
-    """Five items, four atoms: the two that are drawn first, then the two worst of the others, worst first."""
+    """Of five items four become atoms: the first two in the order of the draws, then the two with the largest errors of the
+    others."""
     items = np.array([[3.0, 4], [0, 2], [5, 0], [7, 7], [1, 0]])
     draws = np.argsort([counter_hash(9, 1, 2, item) for item in range(5)])
     drawn, others = draws[:2], sorted(draws[2:])
@@ -159,7 +162,8 @@ def test_own_atoms_by_hand():
 
 
 def test_shares_of_both_samplings_by_hand():
-    """None are the worst: all are drawn. All are: the worst beside (1, 0), and where nothing rebuilds them the longest."""
+    """Share 0: all atoms are drawn. Share 1: the items with the largest errors under the atom (1, 0), and without atoms the
+    longest."""
     items, where = np.array([[3.0, 4], [0, 2], [5, 1], [7, 3], [1, 0]]), (9, 1, "values")
     unit_of = (items / np.linalg.norm(items, axis=1, keepdims=True)).astype(np.float16)
     drawn = np.argsort([counter_hash(9, 1, 2, item) for item in range(5)])
@@ -174,7 +178,7 @@ def test_shares_of_both_samplings_by_hand():
 
 
 def test_a_dictionary_in_doubt():
-    """Two items that are equally bad: either may be taken, unless they are the same."""
+    """Two items with equal errors make a dictionary uncertain if only one of them is taken, unless they are equal."""
     items = vectors(6, 4)
     draws = np.argsort([counter_hash(0, 0, 1, item) for item in range(6)])
     last, other = sorted(draws[2:])[:2]
@@ -224,7 +228,7 @@ def word(steps_more: int = 0, position: int = 77, atoms_seed: int = 0, x_seed: i
 
 
 def test_float32_comes_to_what_is_stored():
-    """Everything in float32: every token is what it may be, and almost all of them far within the tolerance."""
+    """A pursuit in float32 stays within the tolerance for every token, and within a tenth of it for nine in ten."""
     atoms, x, positions = unit(128, 32), vectors(300, 32), np.arange(300)
     for orthogonal in (False, True):
         spec = Spec(pursuit="orthogonal" if orthogonal else "matching")
@@ -277,7 +281,7 @@ def test_a_mistake_is_far_beyond_the_tolerance(mistake):
 
 
 def test_values_have_a_scale_for_both_chunks():
-    """The largest coefficient of either chunk sets the scale of both."""
+    """Both chunks of a value share a scale, which the largest coefficient of either sets."""
     spec = Spec(sparsity=4, coefficients=4)
     coder = Coder(spec, "values", 0, np.eye(2), FREQUENCIES)
     (found,) = coder.encode(np.array([[14.0, 0.9, 2.9, -13.2]]), np.array([5]))
@@ -286,8 +290,8 @@ def test_values_have_a_scale_for_both_chunks():
 
 
 def test_corrections_by_hand():
-    """8 and -8 go, their positions get the mean 1; pairs say 0, and two bits in four levels of 0 ... 3 are exact; one bit has the
-    middles of the halves of 0 ... 8 and of -8 ... 1."""
+    """The outliers 8 and -8 are replaced by the mean 1. With pairs of 0, the four levels 0 ... 3 of two bits are exact. Without
+    outliers and with one bit, levels are the middles of the halves of the groups' ranges 0 ... 8 and -8 ... 1."""
     spec = Spec(sparsity=1, value_chunks=1, corrections={"outliers": 0.34, "residual_bits": 2})
     own = Corrections.of(spec)
     y = np.array([[8.0, 0, 2, 3, -8, 1, 0, 0]])

@@ -1,4 +1,4 @@
-"""The oracle against what is known without it: worked by hand, by singular values, and by what a mistake in it would do."""
+"""Tests of GEAR's float64 oracle: results worked out by hand, singular values, and how far mistakes are beyond the tolerance."""
 
 from dataclasses import replace
 
@@ -25,12 +25,13 @@ BACKBONES = {
 
 
 def test_a_channel_by_hand():
-    """Eight tokens of one channel: 9 and -3 go, their mean 3 stays in their place, codes are levels of 0 ... 6 in thirds."""
+    """Eight tokens of one channel: the outliers 9 and -3 are replaced by 3, the mean of the others; codes are the levels 0, 2, 4,
+    6."""
     x = np.array([0, 9, 6, 2, 4, -3, 5, 1], dtype=float)[None, :, None]
     spec = replace(Spec.of("gear", bits=2, rank=0), outliers=0.25)
     segment = encode_segment(x, spec, "keys")
     assert segment.outliers.ravel().nonzero()[0].tolist() == [1, 5]
-    assert segment.codes.ravel().tolist() == [0, 2, 3, 1, 2, 2, 3, 1]  # 3, 5 and 1 lie between two levels and go up
+    assert segment.codes.ravel().tolist() == [0, 2, 3, 1, 2, 2, 3, 1]  # ties at 3, 5 and 1 go up
     assert segment.decoded.ravel().tolist() == [0, 4, 6, 2, 4, 4, 6, 2]
     assert segment.residual.ravel().tolist() == [0, 0, 0, 0, 0, 0, -1, -1]
     assert segment.delta.ravel().tolist() == [0, 5, 0, 0, 0, -7, 0, 0]
@@ -60,7 +61,7 @@ def test_outliers_are_exact_and_factors_below_the_optimum(options, stream):
 
 
 def test_shares_are_what_was_written():
-    """.29 of 100 is 29, though .29 * 100 is less."""
+    """A share of .29 of 100 is 29, though .29 * 100 < 29 in float64."""
     spec = Spec.of("gear", outliers=0.58, rank=0.29)
     assert gear.oracle.per_side(spec, 100) == 29
     assert [gear.oracle.rank_of(0.29, 100, width) for width in (200, 10, 3)] == [29, 2, 1]
@@ -72,7 +73,8 @@ def test_shares_are_what_was_written():
 
 
 def test_calibrated_outliers_are_the_first_beyond():
-    """Of five entries above the threshold and one below two a side have room: the first by position."""
+    """Of five entries above the high threshold, two have slots, the first by position; the other three are overflow. The only one
+    below the low threshold has a slot. A calibrated basis gives the projection onto its first vectors."""
     x = np.array([5, 0, 6, -7, 9, 8, 0, 7], dtype=float)[None, :, None]
     spec = replace(Spec.of("gear"), outliers=0.5, rank=0)
     segment = encode_segment(x, spec, "keys", thresholds=(np.float64(-1), np.float64(4.5)))
@@ -127,7 +129,8 @@ MISTAKES = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_mistakes_are_far_beyond_the_tolerance(dtype, monkeypatch):
-    """Five times or more (what blocks of 20 tokens lack is seen through bfloat16); a float32 of the oracle is within it."""
+    """Outputs of every mistaken option exceed the tolerance five times or more, also in bfloat16; the oracle computed in float32 is
+    within it. Another layer's start and too few loops change decoded tokens by more than 10 times their tolerance."""
     scenario = Scenario("gear", dtype=dtype)
     sizes = WALKS[scenario.walk]
     tokens = scenario.tokens(sizes)
@@ -158,7 +161,8 @@ def test_mistakes_are_far_beyond_the_tolerance(dtype, monkeypatch):
 
 
 def test_untied_rows_have_one_answer():
-    """bfloat16 keys: the k-th and the next entry of every row differ at both ends, and most rows are as they were."""
+    """After `untie` of bfloat16 keys, the last outlier and the next entry of every row differ at both ends; fewer than 1 % of the
+    entries have changed, each by at most 2^-6."""
     spec, draw = Spec.of("gear"), torch.Generator().manual_seed(0)
     part = torch.randn(2, 300, 32, generator=draw).bfloat16()
     before = part.clone()

@@ -1,4 +1,8 @@
-"""One stream of one row of one layer: its dictionary, and what may be stored of a token and head."""
+"""Float64 oracle of CSR's codec for the keys or the values of one row of one layer: its dictionary, and the x^ that float32 may
+store.
+
+n is tokens, D head_dim, d the channels of a vector (D / chunks), F the tokens of the row's first chunk.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,13 +16,13 @@ from csr.pursuit import REACH, pursue, readings, rebuilt
 from csr.rotation import rotated, spread
 from csr.spec import Spec
 
-WAYS = 20000  # that a token and head may be stored in, near-ties and borders together; the likeliest come first
+WAYS = 20000  # most candidates tried for a stored token and head: near-ties of atoms times borders of coefficients
 
 
 class Coder:
-    """Turns tokens of a stream back to the space of its dictionary, and pairs into tokens.
+    """Encodes tokens of one stream by its dictionary, and decodes pairs. Keys are rotated back to position 0 (before RoPE) first.
 
-    `offline [N, d]` are the artifact's atoms, float16 numbers; `frequencies` are those of RoPE, and nobody turns values.
+    `offline [N, d]` are the artifact's atoms, float16 numbers; `frequencies` are RoPE's, unused for values.
     """
 
     def __init__(self, spec: Spec, stream: str, layer: int, offline: np.ndarray, frequencies: np.ndarray) -> None:
@@ -29,24 +33,24 @@ class Coder:
         self.corrections = Corrections.of(spec)
 
     def back(self, tokens: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """Tokens `[..., n, D]` in the space in which they are encoded."""
+        """Tokens `[..., n, D]` as they are encoded: keys before RoPE, values unchanged."""
         return rotated(tokens, -positions, self.frequencies)
 
     def vectors(self, y: np.ndarray) -> np.ndarray:
-        """`[..., D]` -> `[..., chunks, d]`."""
+        """Split tokens `[..., D]` into vectors `[..., chunks, d]`."""
         return y.reshape(*y.shape[:-1], self.spec.chunks(self.stream), -1)
 
     def items(self, tokens: np.ndarray) -> np.ndarray:
-        """The first chunk `[kv_heads, F, D]` as vectors of the dictionary, token-major."""
+        """Vectors `[F * kv_heads * chunks, d]` of the first chunk `[kv_heads, F, D]`, token by token."""
         y = self.back(tokens, np.arange(tokens.shape[1]))
         return flat(self.vectors(y))
 
     def sizes(self, tokens: np.ndarray) -> np.ndarray:
-        """The numbers that entries of `items` are made of."""
+        """For each entry of `items`, the magnitude of the numbers from which the rotation computes it."""
         return flat(self.vectors(spread(tokens, len(self.frequencies))))
 
     def measure(self, tokens: np.ndarray) -> None:
-        """The row's own atoms, from its first chunk `[kv_heads, F, D]`."""
+        """Add the row's online atoms, sampled from its first chunk `[kv_heads, F, D]`."""
         position = (self.spec.seed, self.layer, self.stream)
         steps = self.spec.steps(self.stream)
         share = self.spec.reverse_share
@@ -54,7 +58,7 @@ class Coder:
         self.atoms, self.sure = found.atoms, found.sure
 
     def encode(self, tokens: np.ndarray, positions: np.ndarray, tier: int = 0) -> list["Word"]:
-        """`tokens [n, D]` of one head at `positions [n]`."""
+        """Encode `tokens [n, D]` of one head at `positions [n]`."""
         y, steps = self.back(tokens, positions), self.spec.steps(self.stream, tier)
         filled, outliers = self.corrections.split(y)
         vectors = self.vectors(filled)
@@ -68,18 +72,19 @@ class Coder:
         ]
 
     def forward(self, y: np.ndarray, position: int) -> np.ndarray:
-        """`y [D]` as the model sees it at `position`."""
+        """`y [D]` with RoPE at `position`; values unchanged."""
         return rotated(y[None], np.array([position]), self.frequencies)[0]
 
 
 def flat(vectors: np.ndarray) -> np.ndarray:
-    """`[kv_heads, n, chunks, d]` -> `[n * kv_heads * chunks, d]`, token after token."""
+    """`[kv_heads, n, chunks, d]` -> `[n * kv_heads * chunks, d]`, token by token."""
     return vectors.swapaxes(0, 1).reshape(-1, vectors.shape[-1])
 
 
 @dataclass(frozen=True)
 class Word:
-    """One token of one head: `y [D]` before encoding, `filled` without its outliers, `sparse` what pairs make of that."""
+    """One encoded token of one head: `y [D]` before encoding, `filled` with outliers replaced, `outliers` their mask, and `sparse`,
+    the sum of its stored pairs."""
 
     coder: Coder
     steps: int
@@ -91,15 +96,15 @@ class Word:
 
     @property
     def approximation(self) -> np.ndarray:
-        """x^ `[D]` as the model sees it."""
+        """x^ `[D]`, with RoPE for keys, in exact arithmetic."""
         return self.coder.forward(self.corrected(self.sparse).nominal, self.position)
 
     def corrected(self, sparse: np.ndarray) -> Corrected:
-        """x^ from what the pairs say."""
+        """x^ with corrections, from the sum of the pairs `sparse [D]`."""
         return self.coder.corrections.around(self.y, self.filled, self.outliers, sparse)
 
     def error(self, found: np.ndarray) -> float:
-        """How far a stored token `[D]` is from the nearest x^ that float32 may have come to, in tolerances."""
+        """The distance of a stored token `[D]` from the nearest x^ that float32 may give, in units of the tolerance REACH |y|."""
         back = self.coder.back(found[None], np.array([self.position]))[0]
         allowed = REACH * np.linalg.norm(self.y) + 1e-30
         least = np.inf
@@ -110,7 +115,7 @@ class Word:
         return float(least)
 
     def candidates(self) -> Iterator[np.ndarray]:
-        """All that the pairs may say, the likeliest first."""
+        """All sums of pairs that float32 may give, the exact one first."""
         yield self.sparse
         spec, atoms = self.coder.spec, self.coder.atoms
         vectors, least = self.coder.vectors(self.filled), REACH * np.linalg.norm(self.y) / 32

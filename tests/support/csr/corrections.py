@@ -1,4 +1,4 @@
-"""What `corrections` keep of a token and head beside its pairs: outliers, exactly, and the rest quantised."""
+"""Float64 oracle of `corrections` around CSR's pairs: a token's outliers, and its quantised residual."""
 
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -13,24 +13,25 @@ from importance.coding import decodings
 
 @dataclass(frozen=True)
 class Corrected:
-    """x^ `[choices, D]` of one token and head, the exact arithmetic's own first, and `slack [D]` where it is rounded."""
+    """All x^ `[choices, D]` of one token and head that float32 may give, that of exact arithmetic first, and their rounding errors
+    `slack [D]`."""
 
     choices: np.ndarray
     slack: np.ndarray
 
     @property
     def nominal(self) -> np.ndarray:
-        """The exact arithmetic's own."""
+        """x^ `[D]` of exact arithmetic."""
         return self.choices[0]
 
     def distance(self, found: np.ndarray) -> float:
-        """|x^ - found|, every entry the nearest it may be."""
+        """|x^ - found|, taking for every entry the nearest choice, less the slack."""
         return float(np.linalg.norm(np.maximum(abs(self.choices - found).min(0) - self.slack, 0)))
 
 
 @dataclass(frozen=True)
 class Corrections:
-    """Outliers of a token and head, and a uniform quantiser of what pairs leave; without options neither."""
+    """Outliers of a token and head, and a uniform quantiser of the residual of its pairs; either may be absent."""
 
     outliers: float
     bits: int | None
@@ -39,12 +40,12 @@ class Corrections:
 
     @classmethod
     def of(cls, spec: Spec) -> "Corrections":
-        """Those of a method's option `corrections`."""
+        """The corrections of the option `corrections`."""
         asked = spec.corrections
         return cls(asked.get("outliers", 0), asked.get("residual_bits"), asked.get("residual_group"), spec.wide)
 
     def split(self, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """`[kv_heads, n, D]` or `[n, D]` -> the same with each token's mean in its outliers' positions, and a mask of these."""
+        """Tokens `[kv_heads, n, D]` or `[n, D]` with outliers replaced by the mean of the token's other entries, and their mask."""
         if not self.outliers:
             return y, np.zeros(y.shape, dtype=bool)
         x = y.reshape(-1, *y.shape[-2:])
@@ -54,7 +55,8 @@ class Corrections:
         return filled(x, found, positions, form).reshape(y.shape), found.reshape(y.shape)
 
     def around(self, y: np.ndarray, kept: np.ndarray, outliers: np.ndarray, sparse: np.ndarray) -> Corrected:
-        """`y`, `kept` (y without outliers), `outliers`, `sparse`, all `[D]`."""
+        """x^ of one token and head from `y`, `kept` (y with outliers replaced), the mask `outliers` and the sum of pairs `sparse`,
+        all `[D]`."""
         found = sparse[None]
         if self.bits:
             left = np.where(outliers, 0, kept - sparse)
@@ -62,15 +64,15 @@ class Corrections:
         short = y - found[0]
         unit = np.where(self.wide & (abs(short) > HALF_MAX), 2.0**-23, UNIT / 2)
         exact = np.where(outliers, y, found)
-        # What is stored is how far an outlier is from the rest, rounded: half a unit of that, and of the largest of 16 bits.
+        # An outlier is stored as its distance from the decoded rest: it is off by half a float16 unit of the distance.
         return Corrected(exact, np.where(outliers, unit * abs(short) * (1 + 2.0**-8) + 2.0**-24, 0))
 
     def quantised(self, left: np.ndarray, error: float) -> np.ndarray:
-        """The residual `[D]` as it may come back, `[choices, D]`; its entries are wrong by `error` in float32."""
+        """The decoded residuals `[choices, D]` that float32 may give for `left [D]`, whose entries have errors up to `error`."""
         group = self.group or len(left)
         parts = left.reshape(-1, group)
         high, low, levels = parts.max(-1), parts.min(-1), 2**self.bits - 1
-        if self.bits == 1:  # the middles of both halves
+        if self.bits == 1:  # the levels are the middles of both halves of the range
             high, low = (3 * high + low) / 4, (3 * low + high) / 4
         scales = self.stored((high - low) / levels, 2 * error / levels)
         zeros = self.stored(low, error)
@@ -79,6 +81,6 @@ class Corrections:
         return np.concatenate(ways)
 
     def stored(self, y: np.ndarray, error: float) -> list[np.ndarray]:
-        """A parameter, and the neighbour that it would be with an error."""
+        """A stored parameter, and the neighbour to which it may be rounded with an error of `error`."""
         near, low, high = (half(y + sign * error, self.wide) for sign in (0, -1, 1))
         return [near, np.where(low != near, low, high)]

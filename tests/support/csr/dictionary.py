@@ -1,4 +1,6 @@
-"""A row's own atoms: some drawn, some those that the dictionary rebuilds worst (arXiv:2412.11741, "online part")."""
+"""Oracle of a row's online atoms: random vectors of its first chunk, and those with the largest errors (arXiv:2412.11741, "online
+part").
+"""
 
 from dataclasses import dataclass
 from fractions import Fraction
@@ -8,16 +10,16 @@ from csr.pursuit import DOUBT, lead, pursue, readings, rebuilt
 from importance.coding import halves
 from importance.draws import counter_hash
 
-HEAD = {"keys": 1, "values": 2}  # of the draws
+HEAD = {"keys": 1, "values": 2}  # the stream's number in the hash of the draws
 
-# An atom's entry of float32: two products, a sum, a square root and a quotient, of which some 4 units of 2^-24 remain.
+# Error of an atom's entry in float32, relative: two products, a sum, a square root and a quotient, together some 4 units of 2^-24.
 ENTRY = 2.0**-21
-FINE = 2.0**-21  # a neighbour in float16 that is no further away changes nothing that is looked at
+FINE = 2.0**-21  # float16 neighbours that are no further apart (subnormal ones) make no difference to comparisons
 
 
 @dataclass(frozen=True)
 class Sampled:
-    """Atoms `[N + M, d]`, float16 numbers, and whether float32 must have come to the same."""
+    """Atoms `[N + M, d]`, float16 numbers, and whether float32 certainly gives the same ones."""
 
     atoms: np.ndarray
     sure: bool
@@ -32,9 +34,10 @@ def sample(
     position: tuple[int, int, str],
     share: float = 0.5,
 ) -> Sampled:
-    """Adds `online` atoms from `items [n, d]`, token-major, to `offline [N, d]`; `position` is (seed, layer, stream).
+    """Add `online` atoms from `items [n, d]`, token by token, to `offline [N, d]`; `position` is (seed, layer, stream).
 
-    `share` of them, rounded down, are the worst; no atoms at all rebuild every item as 0.
+    The share `share` of them, rounded down, are the items with the largest error under the offline atoms or, without these, under
+    the random ones (without either, x^ is 0).
     """
     count = min(online, len(items))
     reverse = int(Fraction(str(share)) * count)
@@ -57,13 +60,13 @@ def sample(
 
 
 def normalised(items: np.ndarray) -> np.ndarray:
-    """Each over its norm, in float16; zeros stay zeros."""
+    """Items divided by their norms and rounded to float16; zeros stay zeros."""
     size = np.linalg.norm(items, axis=1, keepdims=True)
     return (items / np.where(size > 0, size, 1)).astype(np.float16).astype(np.float64)
 
 
 def errors(items: np.ndarray, base: np.ndarray, steps: int, orthogonal: bool) -> np.ndarray:
-    """|x - x^|^2 of every item, coefficients as they are."""
+    """|x - x^|^2 of every item, with unrounded coefficients."""
     if not len(base):
         return (items**2).sum(1)
     return ((items - rebuilt(*pursue(items, base, steps, orthogonal), base)) ** 2).sum(1)
@@ -72,7 +75,7 @@ def errors(items: np.ndarray, base: np.ndarray, steps: int, orthogonal: bool) ->
 def certain(
     items: np.ndarray, chosen: np.ndarray, refused: np.ndarray, base: np.ndarray, steps: int, orthogonal: bool
 ) -> bool:
-    """Whether every chosen item is worse than every refused one whatever float32 makes of near-ties, or is the same."""
+    """Whether every chosen item has a larger error than every refused one however float32 decides near-ties, or equals it."""
     if not len(refused):
         return True
     least = np.array([bounds(items[item], base, steps, orthogonal)[0] for item in chosen])
@@ -82,7 +85,7 @@ def certain(
 
 
 def bounds(item: np.ndarray, base: np.ndarray, steps: int, orthogonal: bool) -> tuple[float, float]:
-    """The least and the largest squared error that float32 may come to."""
+    """The least and the largest squared error of an item over all choices of atoms that float32 may make."""
     if not len(base) or lead(item[None], base, steps, orthogonal)[0] > DOUBT:
         (only,) = errors(item[None], base, steps, orthogonal)
         return only, only
@@ -94,7 +97,8 @@ def bounds(item: np.ndarray, base: np.ndarray, steps: int, orthogonal: bool) -> 
 
 
 def unclear(items: np.ndarray, size: np.ndarray) -> np.ndarray:
-    """`[n]`: items of which float32 may store another atom; `size [n, d]` are the numbers their entries are made of."""
+    """Bool `[n]`: items that float32 may normalise to another float16 atom; `size [n, d]` is the magnitude of the numbers from
+    which their entries are computed."""
     norm = np.linalg.norm(items, axis=1, keepdims=True)
     norm = np.where(norm > 0, norm, 1)
     near, other = halves(items / norm, ENTRY * size / norm)

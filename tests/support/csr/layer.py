@@ -1,4 +1,4 @@
-"""A row of one layer under CSR in float64: when tokens are encoded, and attention over what is stored of them."""
+"""Float64 oracle of one row of one layer under CSR: when tokens are encoded, and attention over the decoded tokens."""
 
 import math
 from collections.abc import Sequence
@@ -11,9 +11,9 @@ from importance.layer import LayerOracle
 
 
 class Coded(LayerOracle):
-    """Tokens that are words of a dictionary; the oracle goes on with what a cache has stored, once it has been shown it.
+    """A layer whose tokens are encoded by dictionaries. After `settle` the oracle continues with the cache's own stored tokens.
 
-    `words` are the tokens encoded and not shown yet, by head and token: keys, values.
+    `words` are the encoded keys and values that have not been compared with the cache yet, by head and token.
     """
 
     spec: Spec
@@ -22,16 +22,16 @@ class Coded(LayerOracle):
 
     @property
     def sure(self) -> bool:
-        """Whether float32 must have come to the same dictionary."""
+        """Whether float32 certainly gives the same dictionaries."""
         return all(coder.sure for coder in self.coders)
 
     def measure(self, stop: int) -> None:
-        """The row's own atoms, from its first `stop` tokens."""
+        """Sample the row's online atoms from its first `stop` tokens."""
         for coder, tokens in zip(self.coders, (self.keys, self.values), strict=True):
             coder.measure(tokens[:, :stop])
 
     def spell(self, tier: int, head: int, tokens: np.ndarray) -> None:
-        """Encodes `tokens [n]` of a head into a tier."""
+        """Encode the tokens at positions `tokens [n]` of a head into a tier."""
         found = [
             coder.encode(held[head, tokens], tokens, tier)
             for coder, held in zip(self.coders, (self.keys, self.values), strict=True)
@@ -42,7 +42,8 @@ class Coded(LayerOracle):
             self.keys[head, token], self.values[head, token] = keys.approximation, values.approximation
 
     def settle(self, tier: int, head: int, keys: np.ndarray, values: np.ndarray) -> float:
-        """As of all oracles, but the error is in tolerances; tokens that are alike may be in any order."""
+        """Compare a head's stored tokens with the oracle's; returns the largest error in tolerances, infinity if the counts
+        differ."""
         tokens, given = self.tokens(tier)[head], np.concatenate([keys, values], -1).astype(np.float64)
         if len(tokens) != len(given):
             return math.inf
@@ -50,13 +51,13 @@ class Coded(LayerOracle):
         return self.adopt(head, tokens, given[self.matched(held, given)])
 
     def matched(self, held: np.ndarray, given: np.ndarray) -> np.ndarray:
-        """Which of `given` each of `held [count, 2 D]` is: those stand in the order of the tokens."""
+        """The index in `given` of each token of `held [count, 2 D]`: here both are in the order of the tokens."""
         return np.arange(len(held))
 
     def adopt(self, head: int, tokens: np.ndarray, given: np.ndarray) -> float:
-        """Takes over stored tokens `given [n, 2 D]`; returns the largest error in tolerances.
+        """Replace the oracle's tokens by the cache's `given [n, 2 D]`; returns the largest error in tolerances.
 
-        What was shown before may not have changed: it is decoded anew by the same products, in other tiles perhaps.
+        Tokens that were compared before must not have changed by more than 2^-20: they are decoded again, perhaps in other tiles.
         """
         worst, words = 0.0, [self.words.pop((head, int(token)), None) for token in tokens]
         shown = np.array([word is None for word in words], dtype=bool)
@@ -71,14 +72,14 @@ class Coded(LayerOracle):
 
 
 class CsrLayer(Coded):
-    """A window of exact tokens; what leaves it is encoded, a chunk at a time."""
+    """CSR with a window of exact tokens; tokens that leave it are encoded a chunk at a time."""
 
     def __init__(self, spec: Spec, coders: tuple[Coder, Coder]) -> None:
         super().__init__([spec.pairs("keys")])
         self.spec, self.coders, self.words, self.encoded = spec, coders, {}, 0
 
     def store(self, before: int) -> None:
-        """Encodes every chunk that the window has left behind."""
+        """Encode every chunk that is complete and outside the window."""
         for start, stop in self.spec.spans(self.prompt, self.length):
             if start < self.encoded:
                 continue
@@ -90,7 +91,8 @@ class CsrLayer(Coded):
 
 
 class CsrTiers(Coded, ZipCache):
-    """Tiers by saliency as ZipCache has them, s pairs instead of bits; one dictionary, from the first chunk."""
+    """CSR with ZipCache's saliency tiers: a tier has a number of pairs instead of bits. The first chunk gives the dictionary of
+    all."""
 
     def __init__(self, spec: Spec, coders: tuple[Coder, Coder], layer: int) -> None:
         assert spec.tiers is not None
@@ -99,25 +101,25 @@ class CsrTiers(Coded, ZipCache):
         self.spec, self.coders, self.words = spec, coders, {}
 
     def store(self, before: int) -> None:
-        """Before anything is encoded the dictionary is completed."""
+        """Sample the online atoms before the first chunk is encoded, then store as ZipCache does."""
         if not self.encoded and self.first() <= self.length:
             self.measure(self.first())
         super().store(before)
 
     def encode(self, tier: int, exact: np.ndarray, chosen: list[np.ndarray]) -> None:
-        """A tier's tokens of one chunk."""
+        """Encode a tier's tokens of one chunk, `chosen` for each head."""
         for head, tokens in enumerate(chosen):
             self.spell(tier, head, tokens)
 
     def matched(self, held: np.ndarray, given: np.ndarray) -> np.ndarray:
-        """The nearest, each of them once."""
+        """The index in `given` of the token nearest to each of `held`; each must occur once, as tiers store tokens in any order."""
         found = abs(held[:, None] - given).mean(-1).argmin(1) if len(held) else np.zeros(0, dtype=int)
         assert len(set(found)) == len(found), "two tokens are nearest to one that is stored"
         return found
 
 
 def layer_of(spec: Spec, layer: int, offline: Sequence[np.ndarray], frequencies: np.ndarray) -> CsrLayer | CsrTiers:
-    """The oracle of one row; `offline` are the atoms of keys and of values, `[N, d]` each."""
+    """The oracle of one row of a layer; `offline` are the artifact's atoms of keys and of values, `[N, d]` each."""
     keys, values = (
         Coder(spec, stream, layer, atoms, frequencies)
         for stream, atoms in zip(("keys", "values"), offline, strict=True)

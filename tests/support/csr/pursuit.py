@@ -1,30 +1,32 @@
-"""Matching pursuit in float64, plain and orthogonal, and all that float32 may make of a near-tie (arXiv:2412.11741, eq. 2-3).
+"""Matching pursuit in float64, plain and orthogonal (arXiv:2412.11741, eq. 2-3), and all results that float32 may give at
+near-ties.
 
-Atoms are rows, `[N, d]`. A choice is discontinuous: where two correlations are nearly equal float32 may take the other one,
-and everything after it is different. `readings` follows every such choice.
+Atoms are rows, `[N, d]`; V is vectors, s steps. The choice of an atom is discontinuous: if two correlations are nearly equal,
+float32 may choose the other atom, and all later steps differ. `readings` follows every such choice.
 """
 
 from collections.abc import Iterator
 
 import numpy as np
 
-# What float32 may be wrong between two correlations R.d, relative to |x|. A product of 64 terms is rounded to sqrt(64) / 2 units
-# of 2^-24 of |R| |d| as a random walk; the rotation of a key to two units, every subtraction to half of one, and so is every
-# step of the Gram form. With what is left of the first steps that is 2^-22 for each of the two.
+# Error of the difference of two correlations R.d in float32, relative to |x|. A product of 64 terms has an error of sqrt(64) / 2
+# units of 2^-24 of |R| |d| as a random walk; the rotation of a key adds two units, every subtraction half a unit, and so does every
+# step of the Gram form. With the errors of the first steps that is 2^-22 for each of the two.
 DOUBT = 2.0**-21
 
-# x^ and what is stored of it agree within this, relative to |x|: 16 coefficients, each wrong by DOUBT in its own direction, are
-# 4 DOUBT; times two. Nine in ten of the vectors that float32 encodes are within a tenth of it (tests/csr/test_oracle.py); a
-# coefficient of |x| / 8 that is half a unit of float16 off is 8 times beyond it.
+# Tolerance of a stored x^, relative to |x|: 16 coefficients, each wrong by DOUBT in its own direction, are 4 DOUBT; times two. Nine
+# in ten vectors encoded in float32 are within a tenth of it (tests/csr/test_oracle.py); an error of half a float16 unit in a
+# coefficient of |x| / 8 is 8 times the tolerance.
 REACH = 2.0**-18
 
-ZERO = 1e-10  # relative to |x|: a direction that is not there
-DEPENDENT = 2.0**-10  # relative to an atom: what is less beside others is the rounding of its float16 entries
-PATHS = 1000  # near-ties of near-ties that are followed
+ZERO = 1e-10  # singular values below it, relative to the largest, count as 0
+DEPENDENT = 2.0**-10  # an atom's part orthogonal to others is 0 below this share: rounding to float16
+PATHS = 1000  # most results of near-ties that are followed
 
 
 def pursue(x: np.ndarray, atoms: np.ndarray, steps: int, orthogonal: bool) -> tuple[np.ndarray, np.ndarray]:
-    """`x [V, d]`, `atoms [N, d]` -> index, coefficient `[V, steps]`; of equal correlations the first."""
+    """Pursue `x [V, d]` with `atoms [N, d]`: index and coefficient, `[V, steps]` each. Of equal correlations the first is
+    chosen."""
     index, coefficient = np.zeros((len(x), steps), dtype=int), np.zeros((len(x), steps))
     residual, rows = x.copy(), np.arange(len(x))
     for step in range(steps):
@@ -41,12 +43,12 @@ def pursue(x: np.ndarray, atoms: np.ndarray, steps: int, orthogonal: bool) -> tu
 
 
 def fitted(x: np.ndarray, chosen: np.ndarray) -> np.ndarray:
-    """Least squares: `x [V, d]`, `chosen [V, g, d]` -> coefficients `[V, g]`, 0 for an atom that those before it span."""
+    """Least-squares coefficients `[V, g]` of `x [V, d]` by `chosen [V, g, d]`; 0 for an atom in the span of those before it."""
     return np.einsum("vdg,vd->vg", np.linalg.pinv(chosen * independent(chosen)[..., None], rcond=ZERO), x)
 
 
 def independent(chosen: np.ndarray) -> np.ndarray:
-    """`[V, g]`: atoms of which more is left beside those before them than the rounding of their float16 entries."""
+    """Bool `[V, g]`: atoms whose part orthogonal to those before them exceeds the rounding of their float16 entries."""
     found, bases = np.zeros(chosen.shape[:2], dtype=bool), np.zeros(chosen.shape)
     for number in range(chosen.shape[1]):
         rest = chosen[:, number]
@@ -59,12 +61,12 @@ def independent(chosen: np.ndarray) -> np.ndarray:
 
 
 def rebuilt(index: np.ndarray, coefficient: np.ndarray, atoms: np.ndarray) -> np.ndarray:
-    """`[V, s]` pairs -> `[V, d]`; pairs of one index add up."""
+    """The sums `[V, d]` of pairs `[V, s]`; an index may occur twice."""
     return np.einsum("vs,vsd->vd", coefficient, atoms[index])
 
 
 def lead(x: np.ndarray, atoms: np.ndarray, steps: int, orthogonal: bool) -> np.ndarray:
-    """`[V]`: the least distance, relative to |x|, between a correlation that was chosen and the largest that was not."""
+    """`[V]`: the least margin of a step: the chosen |correlation| minus the largest other one, relative to |x|."""
     index, coefficient = pursue(x, atoms, steps, orthogonal)
     size, least, rows = np.linalg.norm(x, axis=1), np.full(len(x), np.inf), np.arange(len(x))
     for step in range(steps):
@@ -79,9 +81,9 @@ def lead(x: np.ndarray, atoms: np.ndarray, steps: int, orthogonal: bool) -> np.n
 def readings(
     x: np.ndarray, atoms: np.ndarray, steps: int, orthogonal: bool
 ) -> Iterator[tuple[np.ndarray, np.ndarray, float]]:
-    """Every (index, coefficient, error of a coefficient) that float32 may come to for one `x [d]`, the exact one first.
+    """Every (index, coefficient, error of a coefficient) that float32 may give for one `x [d]`, the exact one first.
 
-    A path ends early where what is left of x is less than what is looked at.
+    A pursuit ends early when its residual is at most a quarter of the tolerance.
     """
     size, paths = float(np.linalg.norm(x)), 0
     pending: list[tuple[list[int], np.ndarray]] = [([], np.zeros(0))]
@@ -98,7 +100,7 @@ def readings(
         near = np.flatnonzero(abs(correlation) >= best - DOUBT * size)
         for atom in near[
             np.lexsort((-near, abs(correlation[near])))
-        ]:  # the best, the first of equals, is taken up first
+        ]:  # the best atom, of equals the first, is last in `pending` and so followed first
             chosen = [*index, int(atom)]
             if orthogonal:
                 pending.append((chosen, fitted(x[None], atoms[chosen][None])[0]))
@@ -107,5 +109,5 @@ def readings(
 
 
 def smallest(chosen: np.ndarray) -> float:
-    """The least singular value of those of `chosen [g, d]` that do not depend on each other: it divides errors of a fit."""
+    """The least singular value of the independent atoms of `chosen [g, d]`, by which errors of a least-squares fit grow."""
     return float(np.linalg.svd(chosen[independent(chosen[None])[0]], compute_uv=False).min(initial=1))

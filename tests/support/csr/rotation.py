@@ -4,7 +4,8 @@ import numpy as np
 
 
 def rotated(x: np.ndarray, positions: np.ndarray, frequencies: np.ndarray) -> np.ndarray:
-    """`x [..., n, D]` moved forward by `positions [n]`: channels (i, i + r/2) of the first r by position times `frequencies[i]`."""
+    """Rotate `x [..., n, D]` by `positions [n]`: channel pairs (i, i + r/2) of the first r channels by position x
+    `frequencies[i]`."""
     half = len(frequencies)
     angle = np.asarray(positions, dtype=np.float64)[..., None] * frequencies
     first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
@@ -13,6 +14,6 @@ def rotated(x: np.ndarray, positions: np.ndarray, frequencies: np.ndarray) -> np
 
 
 def spread(x: np.ndarray, half: int) -> np.ndarray:
-    """How large the numbers are that a channel of a turned `x [..., D]` is made of."""
+    """For every channel of a rotated `x [..., D]`, the magnitude of the pair of channels from which it is computed."""
     pair = np.hypot(x[..., :half], x[..., half : 2 * half])
     return np.concatenate([pair, pair, abs(x[..., 2 * half :])], -1)

@@ -1,4 +1,4 @@
-"""CSR with options driven through forwards beside its oracle, rows of a batch side by side."""
+"""Scenarios of CSR: options and forwards, in which a cache is compared with its oracle, row by row of a batch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -24,14 +24,15 @@ from transformers import StableLmConfig, StableLmForCausalLM
 from calib.runtime import Artifact, compress
 from calib.runtime.cache import CompressedCache
 
-# Attention over stored tokens, and those are taken as they are. Keys have been unrotated and forward, a product more.
+# The oracle attends to the cache's own stored tokens. Keys are rotated back and forth, which doubles the rounding in float32.
 OUTPUT = ATTENTION | {torch.float32: 2 * FLOAT32_ATTENTION}
 
-LAYERS = 2  # draws and dictionaries differ between layers
+LAYERS = 2  # random draws and dictionaries differ between layers
 STREAMS = ("keys", "values")
-SEEDS, DRAWS = 20, 60  # other tokens that are tried where float32 might choose another dictionary
+SEEDS, DRAWS = 20, 60  # attempts to draw tokens for which float32 certainly chooses the same dictionary
 
-# With the usual window of 64 and blocks of 16; "short" and "tiny" for windows of 8 and blocks of 4.
+# Sizes of the forwards of a row, for the default window of 64 and blocks of 16; "short" and "tiny" for windows of 8 and blocks of
+# 4.
 WALKS: dict[str, list[int]] = {
     "steps": [130] + [1] * 33,
     "turns": [80] + [1] * 5 + [90] + [1] * 17 + [41, 3],
@@ -50,9 +51,9 @@ WALKS: dict[str, list[int]] = {
 
 @dataclass(frozen=True)
 class Scenario:
-    """Options of `csr`, and the forwards it goes through; `atoms` of an artifact's dictionary of each KV head, 0: none.
+    """Options of `csr` and the forwards of a row (`walk`). `atoms` is the artifact's atoms for each KV head; 0: no artifact.
 
-    `merged`: both layers share one dictionary. `changes` are those of the model's configuration.
+    With `merged` both layers share one dictionary. `changes` override the model's configuration.
     """
 
     options: dict[str, Any] = field(default_factory=dict)
@@ -80,7 +81,7 @@ class Scenario:
         shape = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "num_hidden_layers": LAYERS}
         if "partial_rotary_factor" in self.changes.get(
             "rope_parameters", {}
-        ):  # of these families StableLM alone turns some
+        ):  # of these families only StableLM has partial RoPE
             config = StableLmConfig(**COMMON | {"hidden_size": 32 * heads, "head_dim": 32} | shape | self.changes)
             return StableLmForCausalLM(config).to(self.dtype).eval()
         return random_model("llama", self.dtype, **shape, **self.changes)
@@ -107,7 +108,7 @@ class Scenario:
         return cache
 
     def oracle(self, layer: int) -> CsrLayer | CsrTiers:
-        """One row of one layer."""
+        """A new oracle of one row of one layer."""
         return layer_of(self.spec, layer, [self.offline(stream, layer) for stream in STREAMS], self.frequencies)
 
     def offline(self, stream: str, layer: int) -> np.ndarray:
@@ -121,7 +122,7 @@ class Scenario:
     def frequencies(self) -> np.ndarray:
         return self.model.model.rotary_emb.inv_freq.double().numpy()
 
-    # --- tokens whose dictionary float32 and float64 agree about ---
+    # --- tokens for which float32 and float64 certainly give the same dictionary ---
 
     def tokens(self, sizes: Sequence[int], row: int = 0) -> Tokens:
         """A row's tokens for these forwards."""
@@ -142,7 +143,7 @@ class Scenario:
         return tokens
 
     def _agreed(self, stream: str, layer: int, count: int, stop: int, first: int) -> torch.Tensor:
-        """A stream's tokens `[kv_heads, count, D]` in whose own atoms there is no doubt."""
+        """A stream's tokens `[kv_heads, count, D]` whose online atoms are certain."""
         for seed in range(first, first + SEEDS):
             part = getattr(self._drawn(count, seed), stream)[0].clone()
             self._cleared(part[:, :stop], stream, layer, seed)
@@ -153,7 +154,7 @@ class Scenario:
         raise AssertionError(f"{stream} of {self}: own atoms are doubtful whatever the seed")
 
     def _cleared(self, part: torch.Tensor, stream: str, layer: int, seed: int) -> None:
-        """Draws tokens of `part [kv_heads, F, D]` anew until float32 must store the same atoms of them."""
+        """Redraw tokens of `part [kv_heads, F, D]` until float32 certainly normalises all of them to the same float16 atoms."""
         for again in range(DRAWS):
             coder, tokens = self._coder(stream, layer), part.double().numpy()
             doubt = (
@@ -175,7 +176,8 @@ class Scenario:
 
 
 def dictionaries(model: Any, atoms: int, value_chunks: int, merged: bool = False, key_chunks: int = 1) -> Artifact:
-    """Random unit atoms, `atoms` a KV head, of every group: of keys one a layer, of values too unless `merged`."""
+    """An artifact with random unit atoms, `atoms` for each KV head: a dictionary for each layer, or with `merged` one for all
+    layers."""
     config, draw = model.config, torch.Generator().manual_seed(5)
     tensors = {}
     for stream, chunks in zip(STREAMS, (key_chunks, value_chunks), strict=True):
@@ -191,9 +193,9 @@ def dictionaries(model: Any, atoms: int, value_chunks: int, merged: bool = False
 
 
 def walk_beside(scenario: Scenario, rounds: Sequence[Sequence[int]], rows: Sequence[Tokens]) -> None:
-    """A cache and an oracle for each of its rows go through the same forwards: outputs and stored tokens must agree.
+    """Run a cache, and an oracle for each of its rows, through the same forwards; assert that outputs and stored tokens agree.
 
-    `rounds[i][row]` is what a row brings to forward i; where they differ there is padding.
+    `rounds[i][row]` is the number of new tokens of a row in forward i; shorter rows are padded.
     """
     cache = scenario.open()
     oracles = [[scenario.oracle(layer) for _ in rows] for layer in range(LAYERS)]
@@ -221,7 +223,7 @@ def beyond(output: torch.Tensor, oracle: CsrLayer | CsrTiers, new: Tokens, layer
 
 
 def check_stored(store: Any, row: int, oracle: CsrLayer | CsrTiers, where: str) -> None:
-    """Every stored token is an x^ that its dictionary gives; the oracle goes on with the cache's own numbers."""
+    """Assert that every stored token is an x^ that float32 may give; the oracle continues with the cache's own tokens."""
     tiers = stored_tiers(store, row, len(oracle.bits))
     for tier, (keys, values) in enumerate(tiers):
         expected = [len(held) for held in oracle.tokens(tier)]
@@ -232,7 +234,8 @@ def check_stored(store: Any, row: int, oracle: CsrLayer | CsrTiers, where: str) 
 
 
 def stored_tiers(store: Any, row: int, tiers: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Keys and values `[kv_heads, count, D]` of each tier; a first chunk's and later blocks' pools of a tier together."""
+    """Decoded keys and values `[kv_heads, count, D]` of each tier; a tier's pools for the prompt and for later blocks are
+    joined."""
     found = [[part.double().numpy() for part in both] for both in store.decoded(row)]
     return [
         (np.concatenate([k for k, _ in found[tier::tiers]], 1), np.concatenate([v for _, v in found[tier::tiers]], 1))

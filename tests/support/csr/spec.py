@@ -1,4 +1,4 @@
-"""Options of CSR with nothing left open, and when which tokens are encoded."""
+"""All options of CSR with their values, and the chunks of tokens that are encoded together."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -7,9 +7,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Spec:
-    """Options of the method `csr` for one layer; `online` is the number of a row's own atoms (M), never None here.
+    """Options of the method `csr` for one layer; `online` is the number of a row's online atoms (M), here always given.
 
-    With `tiers` there is no window, and `block` is as ZipCache's `recompress`.
+    With `tiers` there is no window, and `block` is ZipCache's `recompress`.
     """
 
     sparsity: int | Mapping[str, int] = 8
@@ -29,20 +29,20 @@ class Spec:
     wide: bool = False  # keys or values exceed float16
 
     def chunks(self, stream: str) -> int:
-        """Vectors of one head of one token."""
+        """Number of vectors into which a token of one head is split."""
         return {"keys": self.key_chunks, "values": self.value_chunks}[stream]
 
     def pairs(self, stream: str, tier: int = 0) -> int:
-        """Of one head of one token."""
+        """Number of pairs of a token of one head."""
         sparsity = self.sparsity if self.tiers is None else self.tiers[tier][0]
         return sparsity if isinstance(sparsity, int) else sparsity[stream]
 
     def steps(self, stream: str, tier: int = 0) -> int:
-        """Pairs of one vector."""
+        """Number of pairs of one vector."""
         return self.pairs(stream, tier) // self.chunks(stream)
 
     def first(self, prompt: int) -> int:
-        """Tokens of the first chunk."""
+        """Number of tokens of the first chunk."""
         return max(prompt if self.tiers is not None else prompt - self.window, self.block)
 
     def spans(self, prompt: int, length: int) -> list[tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""A row of one layer under GEAR in float64: which tokens are a segment, and attention over what is left of each."""
+"""Float64 oracle of one row of one layer under GEAR: which tokens form a segment, and attention over the decoded segments."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,11 +9,11 @@ from importance.layer import LayerOracle
 
 
 class GearLayer(LayerOracle):
-    """Segments that are encoded once, when their last token has come; all other tokens are exact.
+    """A row whose tokens are encoded segment by segment, when a segment's last token is there; all other tokens are exact.
 
-    `segments` are those encoded so far, keys and values; `doubts` counts what float32 may have rounded otherwise in them.
-    `slack [heads, n]` is how far the last outputs move, as independent errors, where stored numbers are rounded to their
-    other neighbours; `dtype` is what encoding computes in; attention is in float64 always.
+    `segments` are the encoded keys and values so far; `doubts` counts their numbers that float32 may round to another neighbour.
+    `slack [heads, n]` is the change of the last outputs if every stored number were rounded to its other neighbour, as independent
+    errors. Encoding computes in `dtype`, attention always in float64.
     """
 
     def __init__(
@@ -23,7 +23,8 @@ class GearLayer(LayerOracle):
         statistics: Mapping[str, Mapping[str, Any]] | None = None,
         dtype: type = np.float64,
     ) -> None:
-        """`statistics` of "keys" and "values": calibrated `thresholds`, `basis` or both, as `encode_segment` takes them."""
+        """`statistics["keys"]` and `["values"]` may have calibrated `thresholds`, a `basis` or both, as `encode_segment` takes
+        them."""
         super().__init__([spec.bits])
         self.spec, self.layer, self.dtype = spec, layer, dtype
         self.statistics = statistics or {"keys": {}, "values": {}}
@@ -33,32 +34,34 @@ class GearLayer(LayerOracle):
 
     @property
     def doubts(self) -> int:
-        """Codes and parameters of all segments that lie on a border."""
+        """Number of codes and parameters of all segments that float32 may round differently."""
         return sum(part.doubts for both in self.segments for part in both)
 
     def size(self) -> int:
-        """Tokens of the segment that comes next."""
+        """Number of tokens of the next segment."""
         if self.encoded:
             return self.spec.block
         grain = self.spec.of_stream("keys").group if self.spec.backbone == "kivi" else 1
         return max(self.prompt // grain * grain, self.spec.block)
 
     def attend(self, query: np.ndarray, before: int) -> np.ndarray:
-        """Also what the stored numbers' rounding can do to each output: of keys through the logits, of values as they are."""
+        """Attention as in `LayerOracle`; also sets `slack` from rounding of the stored numbers: of keys through the logits, of
+        values directly."""
         weights = super().attend(query, before)
         new = ((0, 0), (0, self.length - self.units[0].shape[1]), (0, 0)) if before else None
         self.units = [np.pad(unit, new) if new else np.zeros_like(self.keys) for unit in self.units]
         keys, values = (unit.repeat(self.group, 0) for unit in self.units)
         tokens = self.values.repeat(self.group, 0)
-        # |v - o|, the largest over the channels: what moving weight to or from a token is worth.
+        # max over channels of |v - o|: the change of the output for a change of a token's weight.
         away = abs(tokens[:, None] - (weights @ tokens)[:, :, None]).max(-1)
-        # A factor of a channel is shared by a segment's tokens, so that errors add up over tokens, and not over channels.
+        # A channel's factor is shared by the tokens of a segment, so its error adds up over tokens; those of channels are
+        # independent.
         through = np.linalg.norm((weights * away) @ keys * query, axis=-1) / np.sqrt(query.shape[2])
         self.slack = np.hypot(through, (weights @ values).max(-1))
         return weights
 
     def store(self, before: int) -> None:
-        """Encodes every segment whose last token has come."""
+        """Encode every segment whose last token is there."""
         while (stop := self.encoded + self.size()) <= self.length:
             span, both = slice(self.encoded, stop), []
             for stream, tokens in (("keys", self.keys), ("values", self.values)):

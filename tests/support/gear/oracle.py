@@ -1,11 +1,11 @@
-"""GEAR worked out another way: one segment of one row of one layer, from its equations alone (METHODS 4, arXiv:2403.05527).
+"""Float64 oracle of GEAR: encodes one segment of one row of one layer, from the paper's equations alone (arXiv:2403.05527).
 
-x ~ D^ + L + S: a quantised backbone D^ of the matrix without its outliers, a low-rank part L of what that leaves, and the
-outliers' own values, at which whatever the other two say is made good. Nothing is packed. Where the runtime rounds to float16
-so does the oracle, and everything else is float64 (or, to see what float32 makes of it, float32).
+x ~ D^ + L + S: a quantised backbone D^ of the matrix without its outliers, a low-rank part L of the residual, and S, the difference
+from both at the outliers. Nothing is packed. Where the runtime rounds to float16, so does the oracle; all else is float64 (or
+float32, to measure the effect of float32).
 
-A matrix `x [kv_heads, T, D]` is cut into rows of outliers and into groups of parameters; both are written as **positions**:
-`[rows, N]` numbers of entries of `x`, a row in the order in which the runtime counts it.
+A matrix `x [kv_heads, T, D]` is divided into rows in which outliers are found, and into groups that share parameters. Both are
+given as **positions**: flat indices of entries of `x`, `[rows, N]`, each row in the runtime's order.
 """
 
 from dataclasses import dataclass, replace
@@ -18,8 +18,8 @@ import numpy as np
 from importance.coding import halves
 from importance.draws import counter_hash
 
-# What float32 operations in a row do, relative to the largest number in them: three or four to a scale, to the position of a value
-# between two codes and to what an outlier is short of, six or seven to a zero point.
+# Errors of consecutive float32 operations, relative to the largest number in them: three or four for a scale, for a value in steps,
+# and for the distance of an outlier; six or seven for a zero point.
 FEW, SEVERAL = 2.0**-22, 2.0**-21
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -33,19 +33,19 @@ RELEASED = {"backbone": "kcvt", "rank": 4}
 PAPER = {"backbone": "uniform", "rank": 0.02}
 LOOPS, CHEAP_LOOPS, NARROW = 3, 12, 192
 HALF_MAX = 65504.0
-UNIT = 2.0**-10  # between a number of float16 and the next, relative, at most
+UNIT = 2.0**-10  # the largest relative distance of neighbouring float16 numbers
 
 
 def later(rank: int | float) -> int | float:
-    """The rank of blocks where it is not said."""
+    """The default of `decode_rank` for this `rank`."""
     return min(rank, 2) if isinstance(rank, int) else rank
 
 
 @dataclass(frozen=True)
 class Spec:
-    """Options of the method with nothing left open; `Spec.of` fills in what an option's absence means.
+    """All options of GEAR with their values; `Spec.of` fills in defaults.
 
-    Those from `bits` to `group`, without `block`, may be mappings of the two streams: `of_stream` has the numbers of one.
+    The options from `bits` to `group`, except `block`, may be mappings with entries "keys" and "values"; `of_stream` selects one.
     """
 
     variant: str
@@ -62,7 +62,7 @@ class Spec:
 
     @classmethod
     def of(cls, method: str, **options: Any) -> "Spec":
-        """`gear` or one of its presets with options."""
+        """The options of `gear` or one of its presets, with defaults filled in."""
         given = PRESETS[method] | {name: value for name, value in options.items() if name != "statistics"}
         full = {"variant": "released"} | given
         full = (PAPER if full["variant"] == "paper" else RELEASED) | full
@@ -73,30 +73,30 @@ class Spec:
         return cls(**{"bits": 2 if kivi else 4, "outliers": 0.02, "block": 64 if kivi else 20, "group": 64} | full)
 
     def of_stream(self, stream: str) -> "Spec":
-        """The options of keys or of values alone."""
+        """The options with each mapping replaced by its entry for "keys" or "values"."""
         own = {name: option[stream] for name, option in vars(self).items() if isinstance(option, dict)}
         return replace(self, **own) if own else self
 
     def stored(self, y: np.ndarray) -> np.ndarray:
-        """`y` as it comes back: from float16 or, beyond its range, from float32 if the layer is wide and else its largest."""
+        """`y` rounded to float16; numbers beyond its range are rounded to float32 if the layer is `wide`, else clamped."""
         half = np.clip(y, -HALF_MAX, HALF_MAX).astype(np.float16).astype(y.dtype)
         return np.where(abs(y) > HALF_MAX, y.astype(np.float32), half) if self.wide else half
 
 
 @dataclass(frozen=True)
 class Segment:
-    """What became of `x [kv_heads, T, D]`; all of that shape unless said."""
+    """An encoded segment `x [kv_heads, T, D]`; all arrays have this shape."""
 
     decoded: np.ndarray  # D^
     outliers: np.ndarray  # bool
     residual: np.ndarray  # R = x - D^, 0 at the outliers
     low_rank: np.ndarray  # L from the stored factors
     delta: np.ndarray  # x - D^ - L at the outliers as stored, 0 elsewhere
-    optimum: np.ndarray  # the best approximation of R of L's rank: its truncated singular value decomposition
+    optimum: np.ndarray  # the best approximation of R with L's rank: its truncated singular value decomposition
     codes: np.ndarray  # q
-    unit: np.ndarray  # what independent errors of a unit in every stored number of L and S do to x^
-    overflow: int  # entries beyond a calibrated threshold that found no room
-    doubts: int  # codes and parameters that float32 may round otherwise
+    unit: np.ndarray  # error of x^ if every stored number of L and S is off by a float16 unit, as independent errors
+    overflow: int  # entries beyond a calibrated threshold for which there was no slot
+    doubts: int  # codes and parameters that float32 may round differently
 
     @property
     def approximation(self) -> np.ndarray:
@@ -114,10 +114,10 @@ def encode_segment(
     basis: np.ndarray | None = None,
     dtype: type = np.float64,
 ) -> Segment:
-    """One segment `x [kv_heads, T, D]` of the keys or the values (`stream`) of a row.
+    """Encode one segment `x [kv_heads, T, D]` of the keys or the values (`stream`) of a row.
 
-    `first` is the row's first segment. Calibrated `thresholds` (low, high) broadcast to `x`; a calibrated `basis` is
-    `[kv_heads, r or more, D]`, its first r vectors being taken: the matrices are the heads' then, whatever the variant.
+    `first`: it is the row's first segment. Calibrated `thresholds` (low, high) broadcast to `x`. Of a calibrated `basis [kv_heads,
+    r or more, D]` the first r vectors are used, for each head's matrix, whatever the variant.
     """
     x, spec = np.asarray(x, dtype=dtype), spec.of_stream(stream)
     positions = rows(x.shape, spec, stream)
@@ -129,14 +129,14 @@ def encode_segment(
     delta = spec.stored(exact)
     if unit.any():
         unit = np.where(outliers, UNIT * abs(delta), unit)
-    else:  # nothing to be unsure of but the difference itself
+    else:  # without factors only the difference itself may be rounded differently
         moved = _moved(exact, FEW * (abs(x) + abs(decoded))) & ~_halfway(exact, delta)
         doubts += int(moved[outliers].sum())
     return Segment(decoded, outliers, residual, low_rank, delta, optimum, codes, unit, overflow, doubts)
 
 
 def by_token(shape: tuple[int, ...]) -> np.ndarray:
-    """Positions as the matrix T x (heads * D) has them: column h D + c."""
+    """Positions in the order of the matrix T x (heads * D), `[T, heads * D]`: column h D + c."""
     return np.arange(np.prod(shape)).reshape(shape).transpose(1, 0, 2).reshape(shape[1], -1)
 
 
@@ -149,7 +149,7 @@ def by_channel(shape: tuple[int, ...]) -> np.ndarray:
 
 
 def rows(shape: tuple[int, ...], spec: Spec, stream: str) -> np.ndarray:
-    """The rows in which outliers are counted."""
+    """Positions of the rows in which outliers are found, `[rows, N]`."""
     if spec.variant == "paper":
         return by_token(shape).reshape(1, -1)
     if stream == "keys":
@@ -158,17 +158,17 @@ def rows(shape: tuple[int, ...], spec: Spec, stream: str) -> np.ndarray:
 
 
 def per_side(spec: Spec, length: int) -> int:
-    """How many of a row's entries are outliers on either side."""
+    """Number of outliers at each end of a row of `length` entries."""
     return min(max(1, floor(exactly(spec.outliers) / 2 * length)), length // 2) if spec.outliers else 0
 
 
 def exactly(share: float) -> Fraction:
-    """A share as it was written: .29 of 100 is 29."""
+    """A share as an exact decimal fraction, so that .29 of 100 is 29."""
     return Fraction(repr(share))
 
 
 def ranked(x: np.ndarray, positions: np.ndarray, spec: Spec) -> tuple[np.ndarray, int]:
-    """The largest and the smallest entries of every row."""
+    """The mask of the largest and smallest entries of every row, and an overflow of 0."""
     count, found = per_side(spec, positions.shape[1]), np.zeros(x.size, dtype=bool)
     order = np.take_along_axis(positions, x.ravel()[positions].argsort(axis=1, kind="stable"), 1)
     found[order[:, :count]] = found[order[:, positions.shape[1] - count :]] = True
@@ -178,7 +178,8 @@ def ranked(x: np.ndarray, positions: np.ndarray, spec: Spec) -> tuple[np.ndarray
 def beyond(
     x: np.ndarray, positions: np.ndarray, spec: Spec, thresholds: tuple[np.ndarray, np.ndarray]
 ) -> tuple[np.ndarray, int]:
-    """Entries below the low or above the high threshold, on either side the first that there is room for."""
+    """The mask of entries below the low or above the high threshold, at each end the first ones for which a row has slots; and the
+    number of entries without a slot."""
     count, found, overflow = per_side(spec, positions.shape[1]), np.zeros(x.size, dtype=bool), 0
     for side in (x < thresholds[0], x > thresholds[1]):
         for row in positions:
@@ -189,7 +190,7 @@ def beyond(
 
 
 def filled(x: np.ndarray, outliers: np.ndarray, positions: np.ndarray, spec: Spec) -> np.ndarray:
-    """x with 0 (paper) or its row's mean of what is left (released) in the places of the outliers."""
+    """`x` with outliers replaced by 0 (paper) or by the mean of their row's other entries (released)."""
     result = np.where(outliers, 0, x)
     if spec.variant == "released":
         rest = (~outliers).ravel()[positions].sum(1)
@@ -204,7 +205,7 @@ def filled(x: np.ndarray, outliers: np.ndarray, positions: np.ndarray, spec: Spe
 
 
 def groups(shape: tuple[int, ...], spec: Spec, stream: str) -> np.ndarray:
-    """Positions that share a scale and a zero point."""
+    """Positions of the groups that share a scale and a zero point, `[groups, N]`."""
     tokens, channels = by_token(shape), by_channel(shape)
     per_head = tokens.reshape(-1, shape[2])
     match spec.backbone, stream:
@@ -222,7 +223,7 @@ def groups(shape: tuple[int, ...], spec: Spec, stream: str) -> np.ndarray:
 
 
 def quantised(x: np.ndarray, outliers: np.ndarray, spec: Spec, stream: str) -> tuple[np.ndarray, np.ndarray, int]:
-    """Codes and D^ of `x`, and how many codes off the outliers, or parameters, float32 might choose otherwise."""
+    """Codes and D^ of `x`, and the number of parameters, and of codes that are no outliers, that float32 may round differently."""
     at, levels = groups(x.shape, spec, stream), 2**spec.bits - 1
     parts = x.ravel()[at]
     high, low = parts.max(1, keepdims=True), parts.min(1, keepdims=True)
@@ -235,7 +236,7 @@ def quantised(x: np.ndarray, outliers: np.ndarray, spec: Spec, stream: str) -> t
     codes = np.clip(np.floor(position), 0, levels)
     doubt = FEW * (8 if spec.wide else 1) * (abs(position) + 1)
     below, above = (np.clip(np.floor(position + sign * doubt), 0, levels) != codes for sign in (-1, 1))
-    # A quotient that is a half exactly (16-bit tokens) is exact in float32 too.
+    # A quotient exactly between two codes (of 16-bit tokens) is exact in float32 too.
     narrow = (below | above) & (position != np.floor(position)) & ~outliers.ravel()[at]
     doubts = sum(map(np.sum, moved)) + narrow.sum()
     result = [np.empty_like(x) for _ in range(2)]
@@ -245,15 +246,13 @@ def quantised(x: np.ndarray, outliers: np.ndarray, spec: Spec, stream: str) -> t
 
 
 def _moved(y: np.ndarray, error: np.ndarray) -> np.ndarray:
-    """Whether an error of that size may change what is stored of `y` by more than itself."""
+    """Where an error of this size in `y` may change the stored float16 number by more than the error."""
     near, other = halves(np.clip(y, -HALF_MAX, HALF_MAX), error)
-    return (abs(near - other) > error) & (
-        abs(y) < HALF_MAX
-    )  # beyond that parameters are in float32, and only codes doubtful
+    return (abs(near - other) > error) & (abs(y) < HALF_MAX)  # larger parameters are stored in float32
 
 
 def _halfway(y: np.ndarray, stored: np.ndarray) -> np.ndarray:
-    """Whether y lies in the middle between two numbers of float16. Such a sum of 16-bit numbers is exact in float32 too."""
+    """Where `y` is half-way between two float16 numbers: such a sum of 16-bit numbers is exact in float32 too."""
     other = 2 * y - stored
     return (other != stored) & (np.float16(other) == other)
 
@@ -262,7 +261,7 @@ def _halfway(y: np.ndarray, stored: np.ndarray) -> np.ndarray:
 
 
 def rank_of(rank: int | float, tokens: int, width: int) -> int:
-    """A share of the smaller side, at least one; or a number, as far as the matrix has so many."""
+    """The rank of a matrix of `tokens` x `width`: a share of its smaller side, at least 1, or a number, at most that side."""
     most = min(tokens, width)
     if not rank:
         return 0
@@ -272,7 +271,7 @@ def rank_of(rank: int | float, tokens: int, width: int) -> int:
 def approximated(
     residual: np.ndarray, spec: Spec, layer: int, rank: int | float, basis: np.ndarray | None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """L = A B^T, the optimum at that rank, and the unit of L, in the shape of `residual`."""
+    """L = A B^T, the best approximation of this rank, and the `unit` of L (see `Segment`), each in the shape of `residual`."""
     whole = spec.variant == "paper" and basis is None
     parts = residual.ravel()[by_token(residual.shape)][None] if whole else residual
     count = rank_of(rank, *parts.shape[1:])
@@ -294,12 +293,12 @@ def approximated(
 
 
 def loops(tokens: int, width: int) -> int:
-    """Rounds of the power iteration: more of them where they cost little, the matrix being short or narrow."""
+    """Rounds of the power iteration: CHEAP_LOOPS for a short or narrow matrix, else LOOPS."""
     return CHEAP_LOOPS if tokens <= width or width <= NARROW else LOOPS
 
 
 def iterated(residual: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """An orthonormal basis `[W, r]` of the directions in which `residual [T, W]` is large, by power iteration."""
+    """An orthonormal basis `[W, r]` of the dominant right singular directions of `residual [T, W]`, by power iteration from `b`."""
     b = b.astype(residual.dtype)
     for _ in range(loops(*residual.shape)):
         b = np.linalg.qr(residual.T @ (residual @ b))[0]
@@ -308,6 +307,6 @@ def iterated(residual: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 @lru_cache
 def start(seed: int, layer: int, head: int, width: int, rank: int) -> np.ndarray:
-    """B0 `[W, r]`, float32: numbers in [-1, 1) that depend on nothing but where they stand."""
+    """The start B0 of the power iteration, float32 `[W, r]`: hashes of seed, layer, head and position, scaled to [-1, 1)."""
     draws = [counter_hash(seed, layer, head, position) for position in range(width * rank)]
     return (np.array(draws, dtype=np.float64) / 2**31 - 1).astype(np.float32).reshape(width, rank)

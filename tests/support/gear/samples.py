@@ -1,4 +1,4 @@
-"""Keys and values as models make them, and as they must be for float32 and float64 to agree on what is an outlier."""
+"""Random keys and values that resemble a model's, and changes of them so that float32 and float64 find the same outliers."""
 
 from collections.abc import Iterable
 
@@ -9,9 +9,10 @@ from gear.oracle import Spec, per_side, rows
 
 
 def real_like(shape: tuple[int, int, int], seed: int) -> np.ndarray:
-    """`[kv_heads, T, D]` float32: a few large channels and tokens, a coherent part of rank 3 (neighbouring tokens alike), noise.
+    """Float32 `[kv_heads, T, D]`: a part of rank 3 in which neighbouring tokens are similar, noise, and a few large channels and
+    tokens.
 
-    Trained keys look like this after RoPE (KIVI, figure 2): a head has a few channels of ten times the size of the others.
+    Trained keys are similar after RoPE (KIVI, figure 2): a head has a few channels ten times as large as the others.
     """
     heads, tokens, channels = shape
     draw = np.random.default_rng(seed)
@@ -25,7 +26,7 @@ def real_like(shape: tuple[int, int, int], seed: int) -> np.ndarray:
 
 
 def spans(sizes: Iterable[int], spec: Spec) -> list[tuple[int, int]]:
-    """First and last + 1 token of the segments of a row that comes in forwards of these sizes."""
+    """(first, last + 1) token of the segments of a row whose forwards have these sizes."""
     sizes = list(filter(None, sizes))
     row, found = GearLayer(spec), []
     row.prompt = sizes[0]
@@ -36,10 +37,10 @@ def spans(sizes: Iterable[int], spec: Spec) -> list[tuple[int, int]]:
 
 
 def untie(part: torch.Tensor, spec: Spec, stream: str) -> None:
-    """Leaves in no row of outliers an entry equal to one that is taken: of equal entries any may be.
+    """Change `part` so that in no row of outliers an entry equals an outlier that is taken, because either could be taken.
 
-    `part [kv_heads, T, D]` is a segment. Sixteen bits have few numbers, and rows are long. Entries that equal the last that is
-    taken move one number inwards. A row whose entries are all equal stays as it is.
+    `part [kv_heads, T, D]` is a segment. Such ties are frequent with 16 bits and long rows. An entry that equals the last outlier
+    taken is moved to the next number towards the middle. A row whose entries are all equal stays as it is.
     """
     spec = spec.of_stream(stream)
     positions = torch.from_numpy(rows(tuple(part.shape), spec, stream))

@@ -1,4 +1,4 @@
-"""GEAR with options driven through forwards beside its oracle, rows of a batch side by side."""
+"""Scenarios of GEAR: options and forwards, in which a cache is compared with its oracle, row by row of a batch."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -19,14 +19,14 @@ from toy_models import random_model
 from calib.runtime import Artifact, compress
 from calib.runtime.cache import CompressedCache
 
-# Beside this an output may differ by its `slack`: a factor of the low-rank part that lies near the middle between two numbers
-# of float16 is rounded to the other one when it was computed in float32 (one in a few hundred), and the outliers' deltas, which
-# are rounded after that part was taken off, follow. The slack is what came of it were every stored number the next one, as
-# independent errors. The oracle in float32 was within .61 of it over 12 seeds of each of fifty scenarios; a wrong start, nine
-# loops too few, a rank too many, an outlier too few are five times beyond it or more (tests/gear/test_oracle.py).
+# An output may also differ by its `slack`: a factor of the low-rank part near the middle between two float16 numbers may be rounded
+# to the other one when it is computed in float32 (one in a few hundred), and so may the outliers' distances, from which the
+# low-rank part is subtracted. The slack is the change if every stored number were the next one, as independent errors. The oracle
+# in float32 was within .61 of it over 12 seeds of each of fifty scenarios; a wrong start, nine loops too few, a rank too many, an
+# outlier too few exceed it five times or more (tests/gear/test_oracle.py).
 OUTPUT = {torch.float32: 2 * FLOAT32_ATTENTION, torch.bfloat16: ATTENTION[torch.bfloat16]}
 
-LAYERS = 2  # starts differ between layers
+LAYERS = 2  # starts of the power iteration differ between layers
 
 WALKS: dict[str, list[int]] = {
     "steps": [130] + [1] * 45,
@@ -43,7 +43,7 @@ WALKS: dict[str, list[int]] = {
 
 @dataclass(frozen=True)
 class Scenario:
-    """A method with options, and the forwards it goes through; `data` names what its tokens are like."""
+    """A method with options and the forwards of a row (`walk`); `data` is the kind of tokens, a name in DATA."""
 
     method: str = "gear"
     options: dict[str, Any] = field(default_factory=dict)
@@ -74,11 +74,11 @@ class Scenario:
         return cache
 
     def oracle(self, layer: int) -> GearLayer:
-        """One row of one layer."""
+        """A new oracle of one row of one layer."""
         return GearLayer(self.spec, layer, {stream: self.known(stream, layer) for stream in ("keys", "values")})
 
     def known(self, stream: str, layer: int) -> dict[str, Any]:
-        """A stream's calibrated thresholds and basis."""
+        """A stream's calibrated thresholds and basis; empty without an artifact."""
         return {} if self.artifact is None else statistics_of(self.artifact, self.spec.of_stream(stream), stream, layer)
 
     @cached_property
@@ -89,12 +89,12 @@ class Scenario:
         )
 
     def tokens(self, sizes: Sequence[int], row: int = 0) -> Tokens:
-        """A row's tokens for these forwards, in whose codes and parameters there is no doubt."""
+        """A row's tokens for these forwards, whose codes and parameters float32 certainly rounds as float64 does."""
         layers = [self._layer(sizes, layer, 1000 * row + 500 * layer) for layer in range(LAYERS)]
         return Tokens(*(torch.stack([getattr(part, name)[0] for part in layers]) for name in vars(layers[0])))
 
     def _layer(self, sizes: Sequence[int], layer: int, first: int) -> Tokens:
-        """One layer's tokens; the segments of a stream may be of different seeds."""
+        """One layer's tokens; each segment of a stream is drawn from the first seed without doubtful numbers."""
         tokens = self._drawn(sum(sizes), first)
         for stream in ("keys", "values"):
             for start, stop in spans(sizes, self.spec):
@@ -116,7 +116,7 @@ class Scenario:
 
 
 def run(row: GearLayer, tokens: Tokens, sizes: Sequence[int], layer: int) -> list[np.ndarray]:
-    """Outputs of the oracle, forward by forward."""
+    """Feed one layer's tokens to the oracle in forwards of these sizes; returns the output of each."""
     at, outputs = 0, []
     for size in filter(None, sizes):
         new = (part[layer, :, at : at + size].double().numpy() for part in vars(tokens).values())
@@ -129,7 +129,7 @@ def run(row: GearLayer, tokens: Tokens, sizes: Sequence[int], layer: int) -> lis
 
 
 def coherent(model: Any, count: int, seed: int) -> Tokens:
-    """Large channels with an offset, large tokens; queries small enough for the softmax to be no maximum."""
+    """Tokens like `real_like`; queries are small, so that attention is spread over many tokens."""
     tokens, (layers, heads, _, channels) = Tokens.random(model, count, seed), model_shape(model)
     for number, part in enumerate((tokens.keys, tokens.values)):
         for layer in range(layers):
@@ -139,7 +139,7 @@ def coherent(model: Any, count: int, seed: int) -> Tokens:
 
 
 def model_shape(model: Any) -> tuple[int, int, None, int]:
-    """`[layers, kv_heads, tokens, D]` of its keys."""
+    """The shape `[layers, kv_heads, None, D]` of the model's keys."""
     config = model.config
     return config.num_hidden_layers, config.num_key_value_heads, None, config.head_dim
 
@@ -153,7 +153,7 @@ def dead(model: Any, count: int, seed: int) -> Tokens:
 
 
 def constant(model: Any, count: int, seed: int) -> Tokens:
-    """From the 20th token on 25 tokens that are 1.5 and .25 everywhere, and 40 that are 0 after the 130th."""
+    """Keys are 1.5 and values .25 in tokens 20 ... 44; both are 0 in tokens 130 ... 169."""
     tokens = Tokens.random(model, count, seed)
     tokens.keys[:, :, 20:45], tokens.values[:, :, 20:45] = 1.5, 0.25
     tokens.keys[:, :, 130:170] = tokens.values[:, :, 130:170] = 0
@@ -161,21 +161,21 @@ def constant(model: Any, count: int, seed: int) -> Tokens:
 
 
 def zero(model: Any, count: int, seed: int) -> Tokens:
-    """Nothing but zeros in the first hundred tokens."""
+    """The first hundred tokens are 0."""
     tokens = Tokens.random(model, count, seed)
     tokens.keys[:, :, :100] = tokens.values[:, :, :100] = 0
     return tokens
 
 
 def same(model: Any, count: int, seed: int) -> Tokens:
-    """Every token alike, every channel alike."""
+    """All keys are 1.5 and all values .25, in every token and channel."""
     tokens = Tokens.random(model, count, seed)
     tokens.keys[:], tokens.values[:] = 1.5, 0.25
     return tokens
 
 
 def outlying(model: Any, count: int, seed: int) -> Tokens:
-    """Tokens and single entries of thirty times the size of the others, queries as small."""
+    """Some tokens are 30 times as large, and some single entries are large; queries are a tenth."""
     tokens = Tokens.random(model, count, seed)
     tokens.queries *= 0.1
     tokens.keys[:, :, 5::37] *= 30
@@ -186,7 +186,7 @@ def outlying(model: Any, count: int, seed: int) -> Tokens:
 
 
 def huge(model: Any, count: int, seed: int) -> Tokens:
-    """Beyond float16."""
+    """Keys and values beyond float16's range; queries are as much smaller."""
     tokens = Tokens.random(model, count, seed)
     return Tokens(tokens.queries / 5e4, tokens.keys * 5e4, tokens.values * 5e4)
 
@@ -207,9 +207,10 @@ DATA: dict[str, Callable[[Any, int, int], Tokens]] = {
 
 
 def walk_beside(scenario: Scenario, rounds: Sequence[Sequence[int]], rows: Sequence[Tokens]) -> None:
-    """A cache and an oracle for each of its rows go through the same forwards: outputs must agree after each of them.
+    """Run a cache, and an oracle for each of its rows, through the same forwards; assert that outputs agree after each of them, and
+    stored tokens and overflow counts at the end.
 
-    `rounds[i][row]` is what a row brings to forward i; where they differ there is padding.
+    `rounds[i][row]` is the number of new tokens of a row in forward i; shorter rows are padded.
     """
     cache = scenario.open()
     oracles = [[scenario.oracle(layer) for _ in rows] for layer in range(LAYERS)]
@@ -238,7 +239,7 @@ def walk_beside(scenario: Scenario, rounds: Sequence[Sequence[int]], rows: Seque
 
 
 def check_stored(store: Any, row: int, oracle: GearLayer) -> None:
-    """x^ of every token of every segment; exact but for float32 where nothing of it is sensitive to rounding."""
+    """Assert that every decoded token differs from the oracle's x^ by at most twice its `unit` plus STORED of the largest value."""
     for number, found in enumerate(zip(*store.decoded(row), strict=True)):  # keys, values
         found, at = np.concatenate([part.double().numpy() for part in found], 1), 0
         assert found.shape[1] == oracle.encoded
@@ -250,7 +251,7 @@ def check_stored(store: Any, row: int, oracle: GearLayer) -> None:
 
 
 def statistics_of(artifact: Artifact, spec: Spec, stream: str, layer: int) -> dict[str, Any]:
-    """What a layer of an artifact says of a stream."""
+    """The calibrated thresholds and basis of a stream in a layer of an artifact."""
     whole = min(spec.group, artifact.fingerprint["head_dim"]) == artifact.fingerprint["head_dim"]
     form = {
         "uniform": "*x*",
@@ -263,7 +264,7 @@ def statistics_of(artifact: Artifact, spec: Spec, stream: str, layer: int) -> di
 
 
 def thresholds_of(artifact: Artifact, spec: Spec, stream: str, layer: int) -> tuple[np.ndarray, np.ndarray]:
-    """Low and high of every entry, `[kv_heads or 1, 1, D or 1]`."""
+    """The low and high outlier thresholds, `[kv_heads or 1, 1, D or 1]` each."""
     released = spec.variant == "released"
     kind = "channel" if released and stream == "keys" else "head" if released and spec.per_head else "layer"
     share = artifact.tensors["outliers.shares"].tolist().index(np.float32(spec.outliers))

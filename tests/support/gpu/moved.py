@@ -1,4 +1,4 @@
-"""Arguments on another device: the reference of a test runs where it was developed, on the CPU."""
+"""Moves arguments to another device, so that a test on a GPU can compare with the reference on the CPU."""
 
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def moved(given: Any, device: torch.device | str) -> Any:
-    """Tensors in tuples, lists and dataclasses."""
+    """Return `given` with all tensors, also those in tuples, lists and dataclasses, on `device`."""
     if isinstance(given, Tensor):
         return given.to(device)
     if isinstance(given, tuple | list):
@@ -19,7 +19,7 @@ def moved(given: Any, device: torch.device | str) -> Any:
 
 
 def near(found: Tensor, expected: Tensor, limit: float) -> None:
-    """The norm of what is between them, relative to that of what was expected; NaN is far."""
+    """Assert equal shapes and |found - expected| <= `limit` |expected| (2-norms, float64 on the CPU); NaN fails."""
     apart = (found.cpu().double() - expected.cpu().double()).norm() / expected.cpu().double().norm()
     assert found.shape == expected.shape
     assert float(apart) <= limit

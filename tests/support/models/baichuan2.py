@@ -1,4 +1,4 @@
-"""A toy Baichuan2 checkpoint as its publisher writes it, and what such a model computes, after the published architecture."""
+"""A toy Baichuan2 checkpoint in its publisher's format, and the logits of such a model, from the published architecture."""
 
 import json
 import struct
@@ -13,7 +13,7 @@ from torch.nn.functional import embedding, linear, normalize, silu
 
 LETTERS = [" ", *"\n.klmnrstpaeiou0123456789"]
 JOINED = ["ka", "lo", "mi", "ne", "ru", "ta", "so", "pe", "▁ka", "▁lo", "kalo", "al"]
-# Number, text, kind: unknown, control and user-defined tokens, bytes, letters, then pieces in the order they are joined.
+# (text, SentencePiece type) by token id: unknown, control and user-defined tokens, bytes, letters, then BPE pieces in merge order.
 TOKENS = [
     ("<unk>", 2),
     ("<s>", 3),
@@ -28,7 +28,7 @@ CONFIG = BAICHUAN2 | SIZES | {"vocab_size": len(TOKENS), "torch_dtype": "float32
 
 
 def tensors() -> dict[str, Tensor]:
-    """Random weights under the publisher's names, float32; rows of the head of very different lengths."""
+    """Random float32 weights under the publisher's names; rows of `lm_head` have very different norms."""
     draw = torch.Generator().manual_seed(3)
     hidden, mlp, layers = (CONFIG[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers"))
 
@@ -54,7 +54,7 @@ def tensors() -> dict[str, Tensor]:
 
 
 def save(folder: Path, shards: int = 2, **changes: Any) -> Path:
-    """Writes the checkpoint; `changes` override its config.json."""
+    """Write the checkpoint into `folder` and return it; `changes` override its config.json."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(CONFIG | changes))
     weights = tensors()
@@ -80,7 +80,7 @@ def save(folder: Path, shards: int = 2, **changes: Any) -> Path:
 
 
 def logits(weights: dict[str, Tensor], tokens: Tensor) -> Tensor:
-    """The model's logits `[batch, tokens, vocabulary]`, float32, from its published form; no padding."""
+    """The model's logits, float32 `[batch, tokens, vocabulary]`, computed from the published architecture; without padding."""
     x = embedding(tokens, weights["model.embed_tokens.weight"])
     batch, length, hidden = x.shape
     heads = CONFIG["num_attention_heads"]
@@ -102,23 +102,24 @@ def logits(weights: dict[str, Tensor], tokens: Tensor) -> Tensor:
 
 
 def frequencies(channels: int) -> Tensor:
-    """Of RoPE, float32 `[channels / 2]`."""
+    """RoPE's frequencies, float32 `[channels / 2]`."""
     return 10000.0 ** -(torch.arange(0, channels, 2) / channels)
 
 
 def half_rotated(x: Tensor) -> Tensor:
-    """(x1, x2) as (-x2, x1), halves of the channels."""
+    """(-x2, x1), where x1 and x2 are the halves of the channels."""
     first, second = x.chunk(2, -1)
     return torch.cat([-second, first], -1)
 
 
 def rms(x: Tensor, weight: Tensor) -> Tensor:
-    """x over its root mean square, times the weight."""
+    """RMS norm: x divided by its root mean square, times the weight."""
     return weight * x * (x.square().mean(-1, keepdim=True) + CONFIG["rms_norm_eps"]).rsqrt()
 
 
 def sentencepiece(algorithm: int = 2, characters: bytes = b"", prefix: int = 0) -> bytes:
-    """`TOKENS` as a SentencePiece model: as Baichuan2's BPE with byte fallback, no space in front, spaces kept."""
+    """`TOKENS` as a SentencePiece model file, by default with Baichuan2's settings: BPE with byte fallback, no space in front,
+    spaces kept. The arguments change its algorithm, normalisation and prefix."""
     scores = [-max(0, number - len(TOKENS) + len(JOINED)) for number in range(len(TOKENS))]
     pieces = [
         delimited(1, delimited(1, text.encode()) + b"\x15" + struct.pack("<f", score) + whole(3, kind))
@@ -130,17 +131,17 @@ def sentencepiece(algorithm: int = 2, characters: bytes = b"", prefix: int = 0) 
 
 
 def delimited(number: int, content: bytes) -> bytes:
-    """A field of text or of a message."""
+    """A protobuf field of a string or a message."""
     return varint(number << 3 | 2) + varint(len(content)) + content
 
 
 def whole(number: int, value: int) -> bytes:
-    """A field of a whole number."""
+    """A protobuf field of a whole number."""
     return varint(number << 3) + varint(value)
 
 
 def varint(value: int) -> bytes:
-    """Seven bits a byte, the least significant first."""
+    """A protobuf varint: seven bits a byte, the least significant first."""
     parts = [value & 127]
     while value := value >> 7:
         parts[-1] |= 128

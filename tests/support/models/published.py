@@ -1,7 +1,7 @@
-"""What the models of the shipped configurations say in their config.json, and toy models after them.
+"""The config.json of the models for which configurations are shipped, and toy models of the same architectures.
 
-A toy keeps the class, RoPE, norms, biases, soft caps, channels of a head and query heads for each KV head; it has 2 KV heads,
-2 layers, little width and a short window. Its layers are one of each kind where the published ones alternate.
+A toy keeps the class, RoPE, norms, biases, soft caps, head_dim and the query heads of each KV head. It has 2 KV heads, 2 layers,
+small widths and a short sliding window. If full and sliding-window layers alternate in the published model, it has one of each.
 """
 
 from pathlib import Path
@@ -12,7 +12,7 @@ import transformers
 from toy_language_model import toy_tokenizer
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-WINDOW = 96  # tokens, where the published model slides: wider than StreamingLLM's toy, narrower than the prompts
+WINDOW = 96  # sliding window of toys, in tokens: more than the window of StreamingLLM's toy, less than the prompts
 VOCABULARY = 259
 
 LLAMA2 = {
@@ -56,7 +56,7 @@ BAICHUAN2 = {
     "tie_word_embeddings": False, "torch_dtype": "bfloat16", "vocab_size": 125696,
 }  # fmt: skip
 
-# By the name of the configuration that asks for the model.
+# By the name of the shipped configuration.
 PUBLISHED: dict[str, dict[str, Any]] = {
     "llama2": LLAMA2,
     "llama2_chat": LLAMA2,
@@ -92,7 +92,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     | {
         "max_position_embeddings": 131072,
         "sliding_window": 262144,
-        # 48 published numbers each, of this size: rising from 1 to 3 and to 65.
+        # 48 numbers each as in the published model, but other ones of that magnitude: rising from 1 to 3 and from 1 to 65.
         "rope_scaling": {
             "type": "longrope",
             "short_factor": [1 + 2 * i / 47 for i in range(48)],
@@ -109,7 +109,7 @@ def text_of(published: dict[str, Any]) -> dict[str, Any]:
 
 
 def heads_of(published: dict[str, Any]) -> tuple[int, int, int, int]:
-    """Layers, query heads, KV heads, channels of a head."""
+    """Numbers of layers, query heads and KV heads, and head_dim, of the language model."""
     text = text_of(published)
     heads = text["num_attention_heads"]
     kv_heads = text.get("num_key_value_heads", heads)
@@ -117,7 +117,7 @@ def heads_of(published: dict[str, Any]) -> tuple[int, int, int, int]:
 
 
 def toy_config(name: str) -> PreTrainedConfig:
-    """The configuration of a toy after the model of `name`.yaml, from the model's real class."""
+    """The toy configuration of the model of `name`.yaml, in transformers' class of that model."""
     published = PUBLISHED[name]
     _, heads, kv_heads, head_dim = heads_of(published)
     small = {
@@ -153,7 +153,8 @@ def toy_config(name: str) -> PreTrainedConfig:
 
 
 def toy_of(name: str) -> PreTrainedModel:
-    """A random toy after the model of `name`.yaml, float32: peaked attention, and no norm or bias that could be forgotten."""
+    """A random toy of the model of `name`.yaml in float32, with peaked attention; norms and biases are random, so that omitting one
+    changes the output."""
     with torch.random.fork_rng():
         torch.manual_seed(5)
         model = AutoModelForCausalLM.from_config(toy_config(name)).float()
@@ -166,6 +167,6 @@ def toy_of(name: str) -> PreTrainedModel:
 
 
 def save_toy_of(name: str, folder: Path) -> None:
-    """Writes `toy_of(name)`, in the dtype in which the published weights are stored, and a tokenizer."""
+    """Write `toy_of(name)`, in the dtype of the published weights, and a tokenizer into `folder`."""
     toy_of(name).to(getattr(torch, PUBLISHED[name]["torch_dtype"])).save_pretrained(folder)
     toy_tokenizer().save_pretrained(folder)
