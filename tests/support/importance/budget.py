@@ -1,4 +1,4 @@
-"""H2O and MiKV in float64: a budget of heavy and recent tokens."""
+"""Float64 oracles of H2O and MiKV: a budget of heavy hitters and recent tokens."""
 
 import math
 
@@ -15,39 +15,39 @@ from importance.policies import Policy
 
 
 class HeavyHitterBudget(LayerOracle):
-    """The newest tokens and the heavy hitters stay in the first tier, the others leave it.
+    """The newest tokens and the heavy hitters stay in the first tier; all others leave it.
 
-    What a token's score is, its policy says. With `shared` all KV heads have one score, the sum of theirs.
+    `policy` computes the scores. With `shared` the score of a token is the sum over KV heads, so all heads keep the same tokens.
     """
 
     policy: Policy
     shared = False
 
     def parts(self) -> tuple[int, int]:
-        """Tokens of the first tier: heavy, recent."""
+        """Numbers of heavy and of recent tokens in the first tier."""
         raise NotImplementedError
 
     def budgets(self) -> tuple[int, int]:
-        """The same; where only locality counts, all are recent."""
+        """`parts`; under the policy "local" all are recent."""
         heavy, recent = self.parts()
         return (0, heavy + recent) if self.policy.name == "local" else (heavy, recent)
 
     def keep(self, head: int, tokens: np.ndarray) -> None:
-        """New tokens that stay."""
+        """Put new tokens `tokens [n]` of a head into the first tier, exactly."""
         self.put(0, head, tokens, self.keys[head, tokens][None], self.values[head, tokens][None])
 
     def drop(self, head: int, tokens: np.ndarray) -> None:
-        """Tokens, new or held, that leave or never enter."""
+        """Evict tokens `tokens [n]` of a head, new ones or ones of the first tier."""
         self.evict(head, tokens)
 
     def observe(self, query: np.ndarray, mass: np.ndarray, before: int) -> None:
-        """The policy's scores."""
+        """Set `saliency` to the policy's scores."""
         found = self.policy.observe(mass, before, *self.budgets())
         self.margin = min(self.margin, self.policy.margin)
         self.saliency = found.sum(0, keepdims=True).repeat(len(found), 0) if self.shared else found
 
     def store(self, before: int) -> None:
-        """Who stays is decided among those that stayed so far and the new ones."""
+        """Keep the newest tokens and the heavy hitters among the tokens of the first tier and the new ones; drop the others."""
         heavy, recent = self.budgets()
         newest = self.length - min(recent, self.length)
         for head in range(len(self.tier)):
@@ -59,7 +59,7 @@ class HeavyHitterBudget(LayerOracle):
 
 
 class H2O(HeavyHitterBudget):
-    """arXiv:2306.14048: exact heavy hitters and exact recent tokens; the others are evicted."""
+    """H2O (arXiv:2306.14048): exact heavy hitters and exact recent tokens; the others are evicted."""
 
     def __init__(
         self, heavy: float | int = 0.2, recent: float | int = 0.2, policy: Policy | None = None, shared: bool = False
@@ -68,13 +68,13 @@ class H2O(HeavyHitterBudget):
         self.amounts, self.policy, self.shared = (heavy, recent), policy or Policy(), shared
 
     def parts(self) -> tuple[int, int]:
-        """Whole numbers are tokens, the others shares of the prompt."""
+        """`heavy` and `recent`: a whole number is a number of tokens, a float a share of the prompt."""
         heavy, recent = (part if isinstance(part, int) else count(part, self.prompt) for part in self.amounts)
         return heavy, recent
 
 
 class MiKV(HeavyHitterBudget):
-    """arXiv:2402.18096: what H2O would evict is retained in few bits, behind keys balanced against their queries."""
+    """MiKV (arXiv:2402.18096): tokens that H2O would evict are retained at few bits, and keys are balanced with their queries."""
 
     def __init__(
         self,
@@ -89,8 +89,8 @@ class MiKV(HeavyHitterBudget):
         policy: Policy | None = None,
         ranges: tuple[np.ndarray, np.ndarray] | None = None,
     ) -> None:
-        """Options as the method's; a calibrated `balancer` is `[kv_heads, D]`, calibrated `ranges` (low, high) too. With these
-        keys are quantised by channel (appendix C)."""
+        """Options of the method. A calibrated `balancer` is `[kv_heads, D]`, and so are both of the calibrated `ranges` (low,
+        high), with which keys are quantised by channel (appendix C)."""
         both = (
             [bits["keys"], bits["values"]] if isinstance(bits, dict) else [bits] * 2 for bits in (important, retained)
         )
@@ -100,13 +100,13 @@ class MiKV(HeavyHitterBudget):
         self.budget, self.recent = budget, recent
 
     def parts(self) -> tuple[int, int]:
-        """Half of the important tier each, the odd token recent."""
+        """Half of the budget each, an odd token recent; or `recent` tokens, and the rest heavy."""
         budget = self.budget or max(1, math.ceil(self.ratio * self.prompt - 1e-9))
         recent = budget - budget // 2 if self.recent is None else min(budget, self.recent)
         return budget - recent, recent
 
     def observe(self, query: np.ndarray, mass: np.ndarray, before: int) -> None:
-        """Also the balancer, once."""
+        """Set the scores, and with the prompt also the balancer."""
         super().observe(query, mass, before)
         if not before:
             self.balance = self.measured(query)
@@ -124,15 +124,15 @@ class MiKV(HeavyHitterBudget):
         return self.sure(*halves(b, TOUCHED * b))
 
     def keep(self, head: int, tokens: np.ndarray) -> None:
-        """Into the important tier."""
+        """Quantise new tokens of a head into the important tier."""
         self.quantise(0, head, tokens)
 
     def drop(self, head: int, tokens: np.ndarray) -> None:
-        """Into the retained tier, from what is held of them: exact where they are new, decoded where they are not."""
+        """Quantise tokens of a head into the retained tier, from their exact values if they are new, else from decoded ones."""
         self.quantise(1, head, tokens)
 
     def quantise(self, tier: int, head: int, tokens: np.ndarray) -> None:
-        """Keys as Q(k b) / b, eq. 3 and 4, or by channel; values plainly; in 16 bits either is what it was."""
+        """Quantise keys as Q(k b) / b (eq. 3 and 4) or by channel, and values by token; a stream of 16 bits stays as it is."""
         (of_keys, of_values), group = self.bits[tier], self.group_size or self.keys.shape[2] // 2
         keys, values, b = self.keys[head, tokens], self.values[head, tokens], self.balance[head]
         if of_keys == 16:

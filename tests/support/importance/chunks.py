@@ -1,4 +1,4 @@
-"""ZipCache in float64 (arXiv:2405.14256)."""
+"""Float64 oracle of ZipCache (arXiv:2405.14256)."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from importance.layer import LayerOracle
 
 
 class ZipCache(LayerOracle):
-    """arXiv:2405.14256: chunks scored by their own probe rows, cut into tiers by saliency, encoded once."""
+    """ZipCache: the tokens of a chunk are scored by the chunk's probe rows, divided into tiers by saliency, and encoded once."""
 
     def __init__(
         self,
@@ -29,10 +29,10 @@ class ZipCache(LayerOracle):
         ranges: tuple[np.ndarray, np.ndarray] | None = None,
         scale: np.ndarray | None = None,
     ) -> None:
-        """Options as the method's; `ranges` (low, high) and `scale`, `[kv_heads, D]`, are calibrated statistics."""
+        """Options of the method; `ranges` (low, high) and `scale`, `[kv_heads, D]` each, are calibrated statistics."""
         bits = [[own["keys"], own["values"]] if isinstance(own, dict) else [own, own] for own, _ in tiers]
         self.refresh, self.tiers = refresh and ranges is None, len(bits)
-        # Blocks with numbers of their own lie in tiers of their own.
+        # With `refresh`, blocks after the first chunk have their own ranges and scales, and are in further tiers.
         super().__init__([own if any(own) else 0 for own in (bits * 2 if self.refresh else bits)])
         self.shared, self.across = salient_set == "layer", scope == "layer"
         self.shares = [share for _, share in tiers] if ratio is None else [ratio, 1 - ratio]
@@ -44,15 +44,15 @@ class ZipCache(LayerOracle):
         self.scales: dict[tuple[int, int], np.ndarray] = {}
 
     def hash(self, token: int) -> int:
-        """The draw of a query row; probe rows are shared by the KV heads."""
+        """The hash that draws a query row as a probe; the same for all KV heads."""
         return counter_hash(self.seed, self.layer, 0, token)
 
     def first(self) -> int:
-        """Tokens of the first chunk."""
+        """Number of tokens of the first chunk."""
         return max(self.prompt, self.block)
 
     def bounds(self, token: int) -> tuple[int, int]:
-        """The chunk that a token lies in."""
+        """The chunk (start, stop) of a token."""
         first, block = self.first(), self.block
         if token < first:
             return 0, first
@@ -60,7 +60,7 @@ class ZipCache(LayerOracle):
         return start, start + block
 
     def is_probe(self, token: int) -> bool:
-        """Whether a query row is scored."""
+        """Whether a query row is a probe."""
         if token < self.prompt and self.prompt >= self.block:
             return token in self.rows_of_prompt
         position, chance = token - self.bounds(token)[0] + 1, self.hash(token) / 2**32
@@ -72,7 +72,7 @@ class ZipCache(LayerOracle):
         }[self.probes]
 
     def observe(self, query: np.ndarray, mass: np.ndarray, before: int) -> None:
-        """The sums and counts of eq. 7-9 over the probe rows."""
+        """Add attention of the forward's probe rows to the sums and counts of eq. 7-9."""
         if not before:
             self.rows_of_prompt: set[int] = set()
             if self.prompt >= self.block:
@@ -86,7 +86,7 @@ class ZipCache(LayerOracle):
             self.seen[mine] += 1
 
     def store(self, before: int) -> None:
-        """Encodes every chunk whose last token has come."""
+        """Encode every chunk whose last token is there."""
         while self.bounds(self.encoded)[1] <= self.length:
             start, stop = self.bounds(self.encoded)
             sums, seen = self.sums[:, start:stop], self.seen[start:stop]
@@ -100,11 +100,12 @@ class ZipCache(LayerOracle):
             self.encoded = stop
 
     def coded_from(self, start: int) -> int:
-        """The first token of a chunk that goes to a tier."""
+        """The first token of a chunk that is encoded."""
         return start
 
     def chosen_tokens(self, start: int) -> list[tuple[int, list[np.ndarray]]]:
-        """For each tier that a chunk has tokens for its number, and each head's tokens, rising."""
+        """The tiers of a chunk that starts at `start`: a tier's number and each head's tokens in rising order; none for an empty
+        tier."""
         found, taken, size = [], 0, self.saliency.shape[1]
         for number, share in enumerate(self.shares):
             last = number == self.tiers - 1
@@ -115,7 +116,7 @@ class ZipCache(LayerOracle):
         return found
 
     def encode(self, tier: int, exact: np.ndarray, chosen: list[np.ndarray]) -> None:
-        """A tier's tokens of one chunk, whose values were `exact [kv_heads, n, D]`."""
+        """Encode a tier's tokens of one chunk, whose exact values are `exact [kv_heads, n, D]`."""
         if not self.bits[tier]:
             for head, tokens in enumerate(chosen):
                 self.evict(head, tokens)
@@ -136,7 +137,7 @@ class ZipCache(LayerOracle):
             self.put(tier, head, tokens, coded, np.concatenate(values))
 
     def scales_of(self, tier: int, exact: np.ndarray, chosen: list[np.ndarray]) -> list[list[np.ndarray]]:
-        """Of each head the channel scales that its values are divided by, as they may be stored."""
+        """For each head, the channel scales by which its values are divided: all numbers that float32 may store."""
         found = []
         for head, tokens in enumerate(chosen):
             values = self.values[head, tokens] if self.value_scale == "tier" else exact[head]
@@ -149,8 +150,8 @@ class ZipCache(LayerOracle):
         return found
 
     def coded_values(self, bits: int, chosen: list[np.ndarray], scales: list[np.ndarray]) -> list[np.ndarray]:
-        """Of each head what its values may be decoded to (eq. 6), with one scale and zero point a token of a head or, in a layer's
-        scope, of all heads, whose tokens are the same then."""
+        """For each head, all values `[choices, n, D]` to which its tokens may be decoded (eq. 6). A scale and a zero point belong
+        to a token of one head or, with scope "layer", of all heads, which then have the same tokens."""
         if bits == 16:
             return [self.values[head, tokens][None] for head, tokens in enumerate(chosen)]
         width = self.values.shape[2]
@@ -166,7 +167,7 @@ class ZipCache(LayerOracle):
         return [part * scale for part, scale in zip(coded, scales, strict=True)]
 
     def measure(self, tier: int, head: int, keys: np.ndarray, values: np.ndarray) -> None:
-        """Tables of a tier from the first chunk, or from the artifact; for good."""
+        """Set a tier's ranges and scales, from its first chunk or from the artifact; they are kept for later chunks."""
         self.tables[tier, head] = channel_table(keys)
         if self.ranges is not None:
             low, high = (np.asarray(end[head], dtype=np.float64) for end in self.ranges)

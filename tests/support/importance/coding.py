@@ -1,23 +1,26 @@
-"""What a codec may store of a token, in float64: where float32 could have rounded otherwise, both answers."""
+"""Uniform quantisation in float64 that returns all decoded values that float32 may give, if rounding is uncertain.
+
+n is tokens, D channels.
+"""
 
 from collections.abc import Sequence
 
 import numpy as np
 
-# Relative rounding of a value that one float32 operation has touched, or a few, and of a code computed from those.
+# Relative errors of a value after one float32 operation, after a few, and of a code computed from such values.
 ROUNDED, TOUCHED, CODED = 2**-23, 2**-21, 2**-20
 
 
 def halves(y: np.ndarray, error: np.ndarray) -> list[np.ndarray]:
-    """y in float16, and the neighbour that y with an error would have become (the same one almost always)."""
+    """[y rounded to float16, the neighbour to which y -+ `error` is rounded]; the second is almost always the same."""
     near, low, high = (np.float16(value).astype(np.float64) for value in (y, y - error, y + error))
     return [near, np.where(low != near, low, high)]
 
 
 def decodings(x: np.ndarray, parameters: Sequence[tuple[np.ndarray, np.ndarray]], bits: int) -> np.ndarray:
-    """All that x may be decoded to, `[choices, *x.shape]`, the exact arithmetic's own answer first.
+    """All decoded values of `x` that float32 may give, `[choices, *x.shape]`, those of exact arithmetic first.
 
-    `parameters`: pairs of scale and zero point as stored; the first is the right one, the others are its neighbours.
+    `parameters`: pairs of stored scale and zero point; the first is that of exact arithmetic, the others have its neighbours.
     """
     found = []
     for scale, zero in parameters:
@@ -29,7 +32,7 @@ def decodings(x: np.ndarray, parameters: Sequence[tuple[np.ndarray, np.ndarray]]
 
 
 def per_token(x: np.ndarray, bits: int, group: int, clip: float) -> np.ndarray:
-    """Groups (1, group) of `x [n, D]`, scale and zero point of each in float16 -> `[choices, n, D]`."""
+    """Quantise `x [n, D]` in groups of `group` channels of a token, with float16 scales and zero points: `[choices, n, D]`."""
     parts = x.reshape(len(x), x.shape[1] // group, group)
     high, low, error = parts.max(-1), parts.min(-1), TOUCHED * abs(parts).max(-1)
     half, levels = clip * (high - low) / 2, 2**bits - 1
@@ -39,30 +42,30 @@ def per_token(x: np.ndarray, bits: int, group: int, clip: float) -> np.ndarray:
 
 
 def per_channel(x: np.ndarray, bits: int, table: tuple[list[np.ndarray], list[np.ndarray]], clip: float) -> np.ndarray:
-    """Channels of `x [n, D]` in ranges centre +- clip * half that were measured before -> `[choices, n, D]`."""
+    """Quantise the channels of `x [n, D]` in given ranges, centre +- clip * half: `[choices, n, D]`."""
     centres, reaches = table
     ranges = [(centre, clip * half) for half in reaches for centre in centres]
     return decodings(x, [(2 * half / (2**bits - 1), centre - half) for centre, half in ranges], bits)
 
 
 def channel_table(x: np.ndarray) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Centre and half range of every channel of `x [n, D]`, in float16, each with its neighbour."""
+    """Centre and half range of every channel of `x [n, D]` in float16, each as `halves` gives it."""
     high, low, error = x.max(0), x.min(0), TOUCHED * abs(x).max(0)
     return halves((high + low) / 2, error), halves((high - low) / 2, error)
 
 
 def own_channels(x: np.ndarray, bits: int, clip: float) -> np.ndarray:
-    """Channels of `x [n, D]` in ranges of their own, scale and zero point of each in float16 -> `[choices, n, D]`."""
+    """Quantise the channels of `x [n, D]` in their own ranges, with float16 scales and zero points: `[choices, n, D]`."""
     return per_token(x.T, bits, len(x), clip).swapaxes(1, 2)
 
 
 def channel_scale(x: np.ndarray) -> list[np.ndarray]:
-    """ZipCache eq. 6: c = sqrt(max_t |x|) of `x [n, D]` in float16; and its neighbour."""
+    """Channel scales c = sqrt(max_t |x|) of `x [n, D]` in float16 (ZipCache, eq. 6), as `halves` gives them."""
     scale = np.sqrt(abs(x).max(0))
     return halves(scale, ROUNDED * scale)
 
 
 def never_zero(scale: np.ndarray) -> np.ndarray:
-    """Channel scales that later tokens are divided by: the least of the others for a channel that was 0, 1 where all were."""
+    """Channel scales for later tokens: a scale of 0 is replaced by the least positive one, or by 1 if all are 0."""
     least = scale[scale > 0].min() if scale.any() else 1.0
     return np.where(scale > 0, scale, least)

@@ -1,4 +1,4 @@
-"""Draws and counts of the importance methods, in plain Python numbers."""
+"""Pseudo-random draws and counts of the importance methods, in Python integers."""
 
 import math
 from collections.abc import Callable
@@ -7,7 +7,7 @@ WORD = 2**32 - 1
 
 
 def fmix32(x: int) -> int:
-    """The finaliser of MurmurHash3: every bit of x reaches every bit of the answer."""
+    """The finaliser of MurmurHash3 for 32 bits: every bit of x affects every bit of the result."""
     x ^= x >> 16
     x = x * 0x85EBCA6B & WORD
     x ^= x >> 13
@@ -16,7 +16,7 @@ def fmix32(x: int) -> int:
 
 
 def counter_hash(seed: int, layer: int, head: int, position: int) -> int:
-    """32 bits of (seed, layer, head, token): a draw that no other row or order of evaluation can move."""
+    """A 32-bit hash of (seed, layer, head, position): a draw that does not depend on the batch or the order of evaluation."""
     h = 0
     for number, word in enumerate((seed & WORD, seed >> 32 & WORD, layer, head, position)):
         if number:
@@ -26,7 +26,7 @@ def counter_hash(seed: int, layer: int, head: int, position: int) -> int:
 
 
 def count(share: float, tokens: int) -> int:
-    """How many of `tokens` a share is: rounded down, at least one."""
+    """The number of tokens in a share of `tokens`: rounded down, at least 1; 0 for a share of 0."""
     return max(1, math.floor(share * tokens + 1e-9)) if share > 0 else 0
 
 

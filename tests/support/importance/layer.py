@@ -1,11 +1,10 @@
-"""The importance methods worked out another way: float64, one layer, one row, from the papers' equations alone.
+"""Float64 oracle of the importance methods for one row of one layer, from the papers' equations alone.
 
-Every method keeps all tokens of the row side by side: what is attended for each of them (exact, decoded, or nothing), and
-the tier it lies in. Nothing is packed and nothing is ever forgotten, so that a step is one softmax over everything.
+All tokens of the row are kept in order, each with the key and value that attention uses (exact or decoded) and its tier; evicted
+tokens are masked. Nothing is packed, so a step is one softmax over all tokens.
 
-Where float32 could have decided otherwise, the oracle says so instead of guessing: `margin` is the smallest gap of a
-selection, and a token whose parameters or codes lie on a border keeps its alternatives in `pending` until `settle` is
-shown which of them was stored.
+Decisions that float32 may make differently are reported: `margin` is the smallest gap of a selection so far, and a token whose
+parameters or codes may be rounded to either side keeps all its decoded values in `pending`, until `settle` gets the stored one.
 """
 
 import math
@@ -13,16 +12,16 @@ from collections.abc import Sequence
 
 import numpy as np
 
-WINDOW, EVICTED = -1, -2  # tiers that store nothing: exact tokens that wait, and tokens that are gone
+WINDOW, EVICTED = -1, -2  # numbers instead of a tier: exact tokens that are not in a tier yet, and evicted tokens
 
 
 class LayerOracle:
-    """One row of one layer: what it holds, and exact attention over that.
+    """One row of one layer: its tokens, and exact attention over them.
 
-    After a forward: `tokens(tier)` and `decoded(tier)` are the tiers, `tokens(WINDOW)` the exact tokens that wait,
-    `saliency` the scores of the last selection (`[kv_heads, tokens it chose from]`), `margin` the smallest relative gap
-    between a selected and a refused score so far (of logits, their difference); 0 where a shared table was in doubt.
-    `softcap` may be set before the first forward.
+    After a forward: `tokens(tier)` and `decoded(tier)` are the tiers, `tokens(WINDOW)` the exact tokens outside tiers, `saliency`
+    the scores of the last selection (`[kv_heads, tokens it chose from]`), and `margin` the smallest relative gap between a selected
+    and a refused score so far (of logits, their difference), 0 if a table shared by tokens may be rounded differently. `softcap`
+    may be set before the first forward.
     """
 
     softcap: float | None = None
@@ -33,7 +32,8 @@ class LayerOracle:
         self.pending: dict[tuple[int, int], np.ndarray] = {}
 
     def forward(self, query: np.ndarray, keys: np.ndarray, values: np.ndarray) -> np.ndarray:
-        """`query [heads, n, D]`, `keys`, `values [kv_heads, n, D]` -> `[heads, n, D]`; then stores the new tokens."""
+        """Return the outputs `[heads, n, D]` of `query [heads, n, D]`, `keys` and `values [kv_heads, n, D]`; then store the new
+        tokens."""
         query, keys, values = (np.asarray(part, dtype=np.float64) for part in (query, keys, values))
         if not self.prompt:
             self.prompt, self.group = keys.shape[1], len(query) // len(keys)
@@ -50,11 +50,12 @@ class LayerOracle:
 
     @property
     def length(self) -> int:
-        """Tokens of the row so far, whatever became of them."""
+        """Number of tokens of the row so far, evicted ones included."""
         return self.tier.shape[1]
 
     def attend(self, query: np.ndarray, before: int) -> np.ndarray:
-        """Probabilities `[heads, n, tokens]` of the queries at `before`, `before` + 1, ... on everything not evicted."""
+        """Attention probabilities `[heads, n, tokens]` of the queries at positions from `before` on, over all tokens not
+        evicted."""
         logits = self.logits(query, before)
         unseen = np.arange(self.length) > before + np.arange(query.shape[1])[:, None]
         logits[unseen | (self.tier == EVICTED).repeat(self.group, 0)[:, None]] = -np.inf
@@ -62,37 +63,38 @@ class LayerOracle:
         return weights / weights.sum(-1, keepdims=True)
 
     def logits(self, query: np.ndarray, before: int) -> np.ndarray:
-        """q.k / sqrt(D), capped where the model does so."""
+        """q.k / sqrt(D), soft-capped if `softcap` is set."""
         logits = query @ self.keys.repeat(self.group, 0).swapaxes(1, 2) / math.sqrt(query.shape[2])
         return logits if self.softcap is None else np.tanh(logits / self.softcap) * self.softcap
 
     def chosen(self, logits: np.ndarray, before: int) -> np.ndarray:
-        """The logits that take part in the softmax."""
+        """The logits with -inf for tokens that the method leaves out of the softmax; here none."""
         return logits
 
     def observe(self, query: np.ndarray, mass: np.ndarray, before: int) -> None:
-        """What a forward tells of its tokens; `mass [kv_heads, n, tokens]` are probabilities summed over the group."""
+        """Update scores from a forward; `mass [kv_heads, n, tokens]` are probabilities summed over the query heads of a KV head."""
 
     def store(self, before: int) -> None:
-        """Moves tokens between tiers."""
+        """Move tokens between tiers after a forward whose first new token is at `before`."""
 
     def greatest(self, scores: np.ndarray, wanted: int) -> np.ndarray:
-        """Positions of the `wanted` greatest of `scores [n]`, ties to the earlier; notes how narrow the decision was."""
+        """Indices of the `wanted` greatest of `scores [n]`, of equal ones the earlier; updates `margin`."""
         order = np.argsort(-scores, kind="stable")
         if 0 < wanted < len(scores):
             last, first = scores[order[wanted - 1]], scores[order[wanted]]
-            if last or first:  # two zeros are no measurement: both are sums of nothing
+            if last or first:  # two scores of 0 are exact ties, not rounding
                 self.margin = min(self.margin, (last - first) / last)
         return order[:wanted]
 
     def sure(self, near: np.ndarray, other: np.ndarray) -> np.ndarray:
-        """A table that all tokens of a channel share; no margin is left where float32 may have stored its neighbour."""
+        """Return a table `near` that many tokens share; sets `margin` to 0 if float32 may have stored the `other` one."""
         if (near != other).any():
             self.margin = 0.0
         return near
 
     def put(self, tier: int, head: int, tokens: np.ndarray, keys: np.ndarray, values: np.ndarray) -> None:
-        """Stores `tokens [n]` of a head in a tier as one of `keys`, `values [choices, n, D]`; the first, for now."""
+        """Store `tokens [n]` of a head in a tier, as the first of `keys` and `values [choices, n, D]`; the others stay
+        `pending`."""
         self.tier[head, tokens] = tier
         self.keys[head, tokens], self.values[head, tokens] = keys[0], values[0]
         choices = max(len(keys), len(values))
@@ -100,23 +102,23 @@ class LayerOracle:
         self.pending.update({(head, int(token)): both[:, column] for column, token in enumerate(tokens)})
 
     def evict(self, head: int, tokens: np.ndarray) -> None:
-        """Forgets `tokens [n]` of a head; what they held must not matter any more."""
+        """Evict `tokens [n]` of a head; their keys and values become 0."""
         self.tier[head, tokens] = EVICTED
         self.keys[head, tokens] = self.values[head, tokens] = 0
 
     def tokens(self, tier: int) -> list[np.ndarray]:
-        """Token numbers of a tier for each KV head, rising."""
+        """Positions of a tier's tokens for each KV head, rising."""
         return [np.flatnonzero(held == tier) for held in self.tier]
 
     def decoded(self, tier: int) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Keys and values `[count, D]` of a tier as attended, for each KV head, in the order of `tokens`."""
+        """The keys and values `[count, D]` of a tier that attention uses, for each KV head, in the order of `tokens`."""
         return [(self.keys[h, held], self.values[h, held]) for h, held in enumerate(self.tokens(tier))]
 
     def settle(self, tier: int, head: int, keys: np.ndarray, values: np.ndarray) -> float:
-        """Takes over what a cache has stored in a tier, in whatever order, if it is this tier.
+        """Replace a head's tokens of a tier by those that a cache has decoded, `keys` and `values [count, D]` in any order.
 
-        `keys`, `values [count, D]`. Returns the largest error against what each token may be decoded to; infinite unless
-        each token of the tier is the nearest to exactly one of those given. A token that has been settled has one choice.
+        Returns the largest error of a token from the nearest of its pending choices; infinity if the counts differ or two tokens of
+        the tier have the same nearest given one. A token that was settled before has one choice.
         """
         tokens, given = self.tokens(tier)[head], np.concatenate([keys, values], -1).astype(np.float64)
         if len(tokens) != len(given):

@@ -1,4 +1,4 @@
-"""MiKV's importance policy in float64: which tokens a budget is for (arXiv:2402.18096, section 2.1 and figure 4)."""
+"""Float64 oracle of the policies that score tokens for a budget (MiKV, arXiv:2402.18096, section 2.1 and figure 4)."""
 
 import math
 from collections.abc import Sequence
@@ -6,14 +6,15 @@ from collections.abc import Sequence
 import numpy as np
 from importance.draws import counter_hash, probe_rows
 
-PINNED = 1e30  # more than any attention: a special token where special tokens stay
+PINNED = 1e30  # larger than any attention: the score of special tokens that a policy keeps
 
 
 class Policy:
-    """Scores of one row's tokens, forward by forward.
+    """Scores of one row's tokens, updated with each forward.
 
     `name` is `accumulated` (H2O), `normalised` (ZipCache, eq. 8), `last` (the newest query alone), `local` (the newest tokens) or
-    `fastgen` (arXiv:2310.01801): each KV head has a policy of its own. Of the prompt the `probes` count, later every query.
+    `fastgen` (arXiv:2310.01801), which chooses a policy for each KV head. Attention of the prompt's `probes` counts, and of every
+    later query.
     """
 
     def __init__(
@@ -31,17 +32,18 @@ class Policy:
         self.margin = math.inf
 
     def special(self, tokens: int) -> np.ndarray:
-        """Which of the first `tokens` are special, bool."""
+        """Which of the first `tokens` tokens are special: bool `[tokens]`."""
         return np.isin(self.ids[:tokens], self.special_ids) if len(self.special_ids) else np.zeros(tokens, dtype=bool)
 
     def counted(self, count: int) -> list[int]:
-        """Rows of a prompt of `count` tokens that are scored."""
+        """The probes of a prompt of `count` tokens: query rows whose attention counts, rising."""
         if self.probes == "special":
             return np.flatnonzero(self.special(count)).tolist()
         return sorted(probe_rows(self.probes, self.share, count, lambda token: counter_hash(self.seed, 0, 0, token)))
 
     def observe(self, mass: np.ndarray, before: int, heavy: int, recent: int) -> np.ndarray:
-        """`mass [kv_heads, n, tokens]` of the queries from `before` on -> scores `[kv_heads, tokens]`."""
+        """Scores `[kv_heads, tokens]` after a forward whose queries from `before` on have attention `mass [kv_heads, n,
+        tokens]`."""
         heads, new, total = mass.shape
         position = np.arange(total)
         rows = list(range(new)) if before else self.counted(new)
@@ -62,16 +64,17 @@ class Policy:
         }[self.name]
 
     def of_head(self, policy: tuple[bool, bool], sums: np.ndarray, total: int) -> np.ndarray:
-        """Special tokens first where they stay, then by attention or by age; of special ones the earlier."""
+        """Scores of one KV head under (special, frequent): special tokens first if kept, earlier ones before later ones; then by
+        attention if `frequent`, else by position."""
         special, frequent = policy
         scores = sums if frequent else np.arange(total) + 1.0
         return np.where(self.special(total) & special, PINNED * (1000 - np.arange(total)), scores)
 
     def chosen(self, mass: np.ndarray, rows: list[int], heavy: int, recent: int) -> tuple[bool, bool]:
-        """The first of the policies (special, frequent) whose tokens got the share `recovery` of a prompt's attention.
+        """The first of the policies (special, frequent) whose tokens got the share `recovery` of the prompt's attention.
 
-        `mass [n, n]` of one KV head. A row's local tokens are those the window's width back from it; the others that a policy
-        keeps are the same for all rows.
+        `mass [n, n]` is that of one KV head. The local tokens of a query are those at most a window before it; the other tokens
+        that a policy keeps are the same for all queries.
         """
         total = len(mass)
         older = np.arange(total) < total - recent

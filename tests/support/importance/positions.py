@@ -1,4 +1,4 @@
-"""StreamingLLM and oracle eviction in float64."""
+"""Float64 oracles of StreamingLLM and of oracle eviction."""
 
 import numpy as np
 from importance.draws import count
@@ -6,18 +6,18 @@ from importance.layer import EVICTED, LayerOracle
 
 
 class StreamingLLM(LayerOracle):
-    """arXiv:2309.17453: the first tokens (one tier) and the newest of the others (another), exact."""
+    """StreamingLLM (arXiv:2309.17453): the first tokens (one tier) and the newest of the others (another), exact."""
 
     def __init__(
         self, sinks: int = 4, window: int = 1020, positions: str = "cache", frequencies: np.ndarray | None = None
     ) -> None:
-        """`frequencies [D / 2]`: the model's inverse frequencies, needed for positions inside the cache."""
+        """`frequencies [D / 2]` are RoPE's inverse frequencies, needed for positions inside the cache."""
         super().__init__([16, 16])
         self.sinks, self.window, self.positions = sinks, window, positions
         self.frequencies = None if frequencies is None else np.asarray(frequencies, dtype=np.float64)
 
     def logits(self, query: np.ndarray, before: int) -> np.ndarray:
-        """Sinks are met from where the query would stand had the evicted tokens never been."""
+        """Logits; those of sinks with positions inside the cache, as if evicted tokens had never been there."""
         logits = super().logits(query, before)
         dropped = int((self.tier[0, :before] == EVICTED).sum())
         if self.positions == "cache" and dropped:
@@ -26,13 +26,13 @@ class StreamingLLM(LayerOracle):
         return logits
 
     def rotated(self, x: np.ndarray, positions: int) -> np.ndarray:
-        """RoPE by `positions` more: channel pairs (i, i + D/2) turn by positions * frequency i."""
+        """Rotate the channel pairs (i, i + D/2) of `x` by `positions` x frequency i."""
         first, second = np.split(x, 2, -1)
         cos, sin = np.cos(positions * self.frequencies), np.sin(positions * self.frequencies)
         return np.concatenate([first * cos - second * sin, second * cos + first * sin], -1)
 
     def store(self, before: int) -> None:
-        """No score: position alone."""
+        """Keep tokens by their positions alone."""
         position = np.arange(self.length)
         first, newest = position < self.sinks, position >= self.length - self.window
         for head in range(len(self.tier)):
@@ -43,14 +43,14 @@ class StreamingLLM(LayerOracle):
 
 
 class TopK(LayerOracle):
-    """The oracle eviction of the papers' figures: everything is there, each query head uses its greatest logits."""
+    """Oracle eviction as in the papers' figures: all tokens are stored, and each query head uses its greatest logits alone."""
 
     def __init__(self, ratio: float = 0.2) -> None:
         super().__init__([16])
         self.ratio = ratio
 
     def chosen(self, logits: np.ndarray, before: int) -> np.ndarray:
-        """-inf for all but count(ratio, seen) of the logits of a row; a prompt attends to all it sees."""
+        """The logits with -inf for all but the count(ratio, seen) greatest of a query; a prompt's queries use all."""
         if not before:
             return logits
         chosen = np.full_like(logits, -np.inf)
@@ -64,7 +64,7 @@ class TopK(LayerOracle):
         return chosen
 
     def store(self, before: int) -> None:
-        """Everything, exact."""
+        """Store all new tokens exactly."""
         new = np.arange(before, self.length)
         for head in range(len(self.tier)):
             self.put(0, head, new, self.keys[head, new][None], self.values[head, new][None])

@@ -1,4 +1,4 @@
-"""A method with options driven through forwards beside its oracle."""
+"""Scenarios of the importance methods: options and forwards, in which a cache is compared with its oracle."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,15 +17,14 @@ from toy_models import random_model
 from calib.runtime import compress
 from calib.runtime.methods import Geometry
 
-# Queries that were balanced or rotated have gone through one more product than plain ones.
+# Balanced or rotated queries have one product more than others, so twice the rounding.
 OUTPUT = 2 * FLOAT32_ATTENTION
 
-# Scores of a selection that are closer than this, relative to the larger, might be ordered otherwise by float32:
-# probabilities are exponentials of logits of some 10, which are exact to 1e-5. Tokens that come closer say nothing about
-# the method; a test then takes others.
+# Scores of a selection that are closer than this, relative to the larger, may be ordered differently by float32: probabilities are
+# exponentials of logits of about 10, which are exact to 1e-5. A test with closer scores must use other tokens.
 CLEAR = 1e-4
 
-HEADS = {1: (2, 2), 2: (4, 2), 4: (4, 1)}  # by query heads of a KV head: heads, KV heads
+HEADS = {1: (2, 2), 2: (4, 2), 4: (4, 1)}  # query heads of a KV head: (query heads, KV heads)
 
 WALKS = {
     "steps": [130] + [1] * 60,
@@ -36,12 +35,12 @@ WALKS = {
 }
 
 
-IDS = 20  # different token ids, where a method goes by them
+IDS = 20  # number of different token ids, for policies with special tokens
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """A method with options, and the forwards it goes through; `tokens` seeds the keys, values and queries."""
+    """A method with options and the forwards of a row (`walk`); `tokens` is the seed of its keys, values and queries."""
 
     method: str
     options: dict[str, Any] = field(default_factory=dict)
@@ -64,7 +63,7 @@ class Scenario:
 
 
 def zipcache(walk: str = "steps", gqa: int = 2, tokens: int = 1, calibrated: bool = False, **options: Any) -> Scenario:
-    """Blocks of 32, in two layers: the draws differ between layers."""
+    """A scenario of ZipCache with blocks of 32 tokens and two layers, whose draws of probes differ."""
     return Scenario("zipcache", {"recompress": 32, **options}, walk, gqa, tokens, 2, calibrated)
 
 
@@ -75,7 +74,7 @@ def others(method: str, walk: str = "steps", gqa: int = 2, tokens: int = 1, cali
 THREE, EVICTED = [[16, 0.1], [4, 0.5], [2, 0.4]], [[4, 0.5], [0, 0.5]]
 SCENARIOS = [
     zipcache(),
-    zipcache(probes="random", seed=2),  # draws the last token of the prompt
+    zipcache(probes="random", seed=2),  # a seed with which the last token of the prompt is a probe
     zipcache(probes="recent"),
     zipcache(probes="all"),
     zipcache(probes="all", saliency="accumulated", probe_share=0.3),
@@ -126,7 +125,7 @@ SCENARIOS = [
     others("h2o", "turns"),
     others("h2o", "from one", heavy=3),
     others("h2o", "pages", heavy=0.5, recent=140),
-    # Other policies: locality alone, frequency alone, ZipCache's saliency, each head its own.
+    # Other policies: the newest tokens alone, heavy hitters alone, ZipCache's saliency, one for each head.
     *(others(method, walk, policy="local", tokens=2) for method in ("mikv", "h2o") for walk in ("steps", "turns")),
     others("mikv", important=4, recent=0),
     others("mikv", "turns", important=8, recent=0, balancer=False, gqa=1),
@@ -168,7 +167,7 @@ SCENARIOS = [
 
 
 def artifact_of(model):
-    """Ranges that keys cross now and then, scales and balancers, unequal everywhere."""
+    """An artifact with random ranges, which keys sometimes exceed, scales and balancers; all entries differ."""
     geometry = Geometry.of(model.config)
     shape, draw = (geometry.layers, geometry.kv_heads, geometry.head_dim), torch.Generator().manual_seed(3)
     names = ("keys.low", "keys.high", "values.scale", "keys.balancer")
@@ -177,14 +176,14 @@ def artifact_of(model):
     return toy_artifact(model, tensors=tensors, clip_bits=())
 
 
-# Of `h2o` and `mikv`, and what the oracle's policy calls them.
+# Options of `h2o` and `mikv` that belong to the policy, and their names in the oracle's `Policy`.
 POLICY = {"policy": "name", "probe_share": "share"} | {
     name: name for name in ("probes", "special_ids", "recovery", "seed")
 }
 
 
 def oracle_of(scenario: Scenario, model, artifact, layer: int) -> LayerOracle:
-    """The method in float64 for one row of one layer."""
+    """The scenario's oracle of one row of one layer."""
     options = {name: value for name, value in scenario.options.items() if name != "statistics"}
     if scenario.method in ("mikv", "h2o"):
         own = {POLICY[name]: options.pop(name) for name in list(options) if name in POLICY}
@@ -204,12 +203,12 @@ def oracle_of(scenario: Scenario, model, artifact, layer: int) -> LayerOracle:
 
 
 def tiers_of(store, row: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    """What a store holds of a row: keys and values of each tier, `[kv_heads, count, D]`."""
+    """The decoded keys and values of each tier of a row, `[kv_heads, count, D]`."""
     return [(keys.numpy(), values.numpy()) for keys, values in store.decoded(row)]
 
 
 def check_stored(store, layer: LayerOracle) -> None:
-    """The tiers of a store are the oracle's, token by token; the oracle goes on with the cache's own numbers."""
+    """Assert that a store's tiers hold the oracle's tokens, to STORED; the oracle continues with the cache's decoded tokens."""
     packed = [tier for tier, bits in enumerate(layer.bits) if bits]
     expected = [len(layer.tokens(tier)[0]) for tier in packed]
     assert list(store.counts(0)) == expected
@@ -221,7 +220,7 @@ def check_stored(store, layer: LayerOracle) -> None:
 
 
 def walk_beside(scenario: Scenario, model, tokens: Tokens) -> None:
-    """A cache and the oracle go through the same forwards: outputs and tiers must agree after each of them."""
+    """Run a cache and the oracle through the same forwards; assert after each that outputs and tiers agree."""
     artifact, at = artifact_of(model) if scenario.calibrated else None, 0
     cache = compress(model, scenario.method, artifact, **scenario.options)
     cache.release()
