@@ -1,6 +1,6 @@
-"""`--contract-report FILE`: the table of cells, written when the tests of the matrix are done.
+"""Options of the contract's tests: `--contract-report FILE` writes the table of cells as Markdown when the tests are done.
 
-With `--contract-cells FILE` the cells are kept beside it, as JSON, and a run of some of them (`-k`) renews these alone.
+`--contract-cells FILE` also keeps the cells as JSON; a later run of some cells (`-k`) replaces these alone.
 """
 
 import json
@@ -19,7 +19,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Also of workers: they send their reports, properties included, to the process that writes the table."""
+    """Collect the result of a cell. Workers of pytest-xdist send their reports, with properties, to the process that writes the
+    table.
+    """
     properties: dict[str, Any] = dict(report.user_properties)
     if "cell" in properties and (report.when == "call" or report.failed):
         REPORTS.append(CellReport(report.passed, properties["cell"], properties.get("result")))
@@ -35,7 +37,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def with_earlier(cells: list[CellReport], file: Path) -> list[CellReport]:
-    """`cells` and those of `file` that are not among them; the file then has both."""
+    """Return `cells` and those of `file` that are not among them, and write both to `file`."""
     earlier = [CellReport(**cell) for cell in json.loads(file.read_text())] if file.exists() else []
     found = {json.dumps(one.cell, sort_keys=True): one for one in [*earlier, *cells]}
     file.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The contract: methods x modes x architectures, each cell against its oracle (docs/results/contract.md)."""
+"""The contract: methods x modes x architectures, each cell compared with its oracle (docs/results/contract.md)."""
 
 from dataclasses import asdict
 
@@ -13,7 +13,7 @@ SAMPLE = set(sample())
 
 
 def pytest_generate_tests(metafunc):
-    """All cells, of which those outside the sample are slow; a quick run does not even collect these."""
+    """Parametrise with all cells; those outside the sample are marked slow, and a quick run does not collect them."""
     if "cell" in metafunc.fixturenames:
         cells = [cell for cell in CELLS if cell in SAMPLE or not metafunc.config.getoption("quick")]
         marked = [pytest.param(cell, marks=() if cell in SAMPLE else pytest.mark.slow, id=str(cell)) for cell in cells]

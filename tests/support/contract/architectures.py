@@ -1,8 +1,8 @@
-"""The table of architectures: random models from their real configuration classes, each with its own head geometry.
+"""The table of architectures: random models from transformers' configuration classes, each with another head geometry.
 
-Every norm weight and bias is random too: transformers starts them at one and zero, where forgetting them would not show.
-So is the padding token's embedding: it starts at zero, and a query of zeros takes the plain mean of all values, in which nearly
-everything cancels and rounding is ten times larger than anywhere else.
+Norm weights and biases are random too: with transformers' initial ones and zeros, omitting them would not change the output. So is
+the embedding of the padding token: it is initialised to zero, and the output of a query of zeros is the plain mean of all values,
+in which nearly everything cancels, so that rounding is ten times larger than elsewhere.
 """
 
 import copy
@@ -14,18 +14,20 @@ import transformers
 from toy_models import COMMON
 from transformers import PreTrainedModel
 
-# Wider than a key-value window, narrower than the prompts: pages fall out of it.
+# Sliding window of a model whose layers all slide: wider than a method's exact window, narrower than the prompts, so that pages are
+# freed.
 SLIDING_ALL = 450
-# Of layers that slide beside full ones: short, because they are not compressed and would hide what the others save.
+# Sliding window beside full layers: short, because sliding layers are not compressed there and would hide the compression of the
+# others.
 SLIDING_MIXED = 64
 MIXED = {"sliding_window": SLIDING_MIXED, "layer_types": ["full_attention", "sliding_attention"]}
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """A family of transformers and one geometry: query heads, key-value heads, channels of a head.
+    """A model family of transformers and a geometry: `heads` are (query heads, KV heads, head_dim).
 
-    `head_dim` is part of the configuration where `named`, elsewhere it follows from a hidden size of heads x head_dim.
+    If `named`, head_dim is an entry of the configuration; else the hidden size is query heads x head_dim.
     """
 
     name: str
@@ -66,14 +68,15 @@ class Architecture:
 
 
 def perturbed(model: PreTrainedModel, noise: float) -> PreTrainedModel:
-    """A draft model: a copy whose weights are off by `noise` of their size, so that it is often right and often wrong."""
+    """A draft model: a copy with random offsets of `noise` x the deviation of each weight, so that some drafts are accepted, some
+    not."""
     draft = copy.deepcopy(model)
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for weight in draft.parameters():
             offset = torch.randn(weight.shape, generator=generator) * weight.float().std(correction=0)
             weight += (noise * offset).to(weight.dtype)
-    # As many drafts every time, whatever the draft model thinks of them.
+    # A fixed number of drafts, whatever the draft model's confidence.
     draft.generation_config.num_assistant_tokens = 4
     draft.generation_config.num_assistant_tokens_schedule = "constant"
     draft.generation_config.assistant_confidence_threshold = 0.0
@@ -95,7 +98,7 @@ ARCHITECTURES = [
             "attn_logit_softcapping": 2.0,
             "query_pre_attn_scalar": 64,
             "tie_word_embeddings": False,
-            "attn_implementation": "eager",  # sdpa knows no soft cap
+            "attn_implementation": "eager",  # sdpa has no soft cap
         },
     ),
     Architecture(

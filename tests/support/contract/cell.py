@@ -1,4 +1,4 @@
-"""One cell of the matrix: a method, a mode, an architecture and a dtype, run twice and compared with its oracle."""
+"""One cell of the matrix: a method, a mode, an architecture and a dtype, run with the cache and with its oracle, and compared."""
 
 import math
 import warnings
@@ -24,17 +24,17 @@ from calib.runtime.layer import CompressedLayer
 from calib.runtime.memory import measure
 from calib.runtime.tiered.store import TieredStore
 
-SHARE = 0.6  # of what 16 bits need: more is not compressing
-# A prompt in pieces of 200 tokens, each with low-rank factors of its own: .51 becomes .61, with heads of 32 channels .64.
+SHARE = 0.6  # most bytes of a compressed cache, as a share of 16 bits a value
+# The same for a prompt in chunks of 200 tokens, each with its own low-rank factors: .51 becomes .61, .64 with 32 channels a head.
 SHARE_OF_PIECES = 0.65
 IN_PIECES = ("chunked prefill", "chunks by hand")
-EXACT = 16.0  # marginal bits of a method that keeps what follows the first forward as it is
+EXACT = 16.0  # marginal bits of a method that keeps tokens after the first forward exactly
 DRAFT_NOISE = 0.1
 
 
 @dataclass(frozen=True)
 class Cell:
-    """Names from the tables of methods, modes and architectures, and the model's dtype."""
+    """A cell: names from the tables of methods, modes and architectures, and the model's dtype."""
 
     method: str
     mode: str
@@ -48,14 +48,14 @@ class Cell:
 
 @dataclass(frozen=True)
 class Result:
-    """What a cell measured.
+    """The measurements of a cell.
 
     Attributes:
         worst: largest difference of a logit from the oracle's, relative to the forward's largest logit.
-        share: measured bytes of the fullest cache as a part of what 16 bits a value need for the same tokens.
-        tie: whether the two runs parted at a choice that a difference below the noise turns round.
-        forwards: how many forwards were compared.
-        drafts: tokens that were tried before the model had confirmed them, and how many of these it accepted.
+        share: measured bytes of the fullest cache as a share of 16 bits a value for the same tokens.
+        tie: whether the two runs generated different tokens because of a difference of logits within the tolerance.
+        forwards: number of forwards of the cell's own run.
+        drafts: number of draft tokens, and how many of them the model accepted.
     """
 
     worst: float
@@ -67,13 +67,13 @@ class Result:
 
 @lru_cache(maxsize=3)
 def models(architecture: str, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedModel, Shadow]:
-    """The model, its draft model and its shadow."""
+    """The model, its draft model and its shadow, cached."""
     model = ARCHITECTURES[architecture].model(dtype)
     return model, perturbed(model, DRAFT_NOISE), Shadow(model)
 
 
 def allowed(cell: Cell) -> float:
-    """The largest share of 16 bits; no limit where a prompt in pieces is exact but for the first."""
+    """The largest share of 16 bits that a cell may use; no limit for a prompt in chunks of which all but the first are exact."""
     if CASES[cell.method].marginal_bits == EXACT and cell.mode in IN_PIECES:
         return math.inf
     corrected = (codec.corrections for codec in CASES[cell.method].plan.codecs())
@@ -82,7 +82,7 @@ def allowed(cell: Cell) -> float:
 
 
 def run(cell: Cell) -> Result:
-    """Runs the cell; raises AssertionError where it breaks the contract."""
+    """Run the cell and return its measurements; raises AssertionError if it breaks the contract."""
     runs = Runs(cell, *models(cell.architecture, cell.dtype))
     try:
         worst, tie, seen, outcome = runs.compared()
@@ -101,7 +101,7 @@ def run(cell: Cell) -> Result:
 class Runs:
     """The runs of one cell, all with the same seed.
 
-    `opened` are the compressed caches they opened, `mirrors` those of the run that goes on.
+    `opened` are all compressed caches of the runs, `mirrors` those of the current run.
     """
 
     cell: Cell
@@ -113,18 +113,18 @@ class Runs:
 
     @property
     def plain(self) -> bool:
-        """Whether the oracle is the cache of transformers; else it is the shadow.
+        """Whether the oracle is transformers' DynamicCache, as for `full`; else it is the shadow.
 
-        That cache counts padding between turns as part of a sliding window, where ours counts a row's tokens: there the
-        shadow is the oracle of the full method as well.
+        DynamicCache counts padding between turns as part of a sliding window, while calib counts a row's tokens: in that mode the
+        shadow is the oracle of `full` as well.
         """
         return self.cell.method == "full" and not (self.shadow.sliding and self.cell.mode == "turns")
 
     def compared(self) -> tuple[float, bool, Watched, Outcome]:
-        """The worst difference of a logit, whether the runs parted at a tie, and what the method's own run showed.
+        """The largest difference of a logit, whether the runs parted at a tie, and the record and outcome of the method's own run.
 
-        Logits are compared in the oracle's run: its inputs are those of the method's own run, which needs no shadow of
-        its own, or the runs part, and the third run has them.
+        Logits are compared with the shadow in a second run, which continues with the shadow's logits. It has the inputs of the
+        method's own run, unless both generate different tokens; then a third run is given the own run's logits up to that forward.
         """
         found, outcome = self.once(self.compressed)
         expected, right = self.once_by_the_oracle()
@@ -134,8 +134,8 @@ class Runs:
         check_difference(worst, tolerance)
         tie = not agree(outcome, right, tolerance)
         if tie:
-            # The oracle's run, given this one's logits up to where they part, must go on as this one did: then nothing
-            # but logits within the tolerance has made the difference.
+            # The oracle's run, given this run's logits up to the forward where they part, must continue as this one did: then only
+            # logits within the tolerance have made the difference.
             again, instead = self.once_by_the_oracle(given=found.logits[:parted])
             same = again.parting(found) > parted or torch.equal(instead["tokens"], outcome["tokens"])
             assert same, f"the runs part at forward {parted} for another reason than their logits"
@@ -144,13 +144,13 @@ class Runs:
         return worst, tie, found, outcome
 
     def once_by_the_oracle(self, given: list[Tensor] | None = None) -> tuple[Watched, Outcome]:
-        """The run that goes on with the oracle's logits, after those `given` for the first forwards."""
+        """A run that continues with the oracle's logits; the first forwards return the logits `given`."""
         return self.once(self.dynamic if self.plain else self.compressed, answers=True, given=given)
 
     def once(
         self, opener: Callable[[], Cache], answers: bool = False, given: list[Tensor] | None = None
     ) -> tuple[Watched, Outcome]:
-        """One run of the mode through caches of `opener`."""
+        """One run of the mode with caches from `opener`."""
         torch.manual_seed(23)
         shadow = self.shadow if answers and not self.plain else None
         with warnings.catch_warnings(), watching(self.model, shadow, answers, given) as seen:
@@ -162,13 +162,13 @@ class Runs:
         return seen, outcome
 
     def compressed(self) -> CompressedCache:
-        """A cache of the cell's method."""
+        """A new cache of the cell's method, with a mirror."""
         self.opened.append(CASES[self.cell.method].open(self.model))
         self.mirrors.append(Mirror(self.opened[-1]))
         return self.opened[-1]
 
     def dynamic(self) -> Cache:
-        """The cache of transformers, under the model's own attention."""
+        """A new DynamicCache; the model uses its own attention."""
         for cache in self.opened:
             cache.release()
         assert self.model.config._attn_implementation != NAME
@@ -176,12 +176,12 @@ class Runs:
 
 
 def check_difference(worst: float, tolerance: float) -> None:
-    """Refuses logits that are off by more than `tolerance` of the largest."""
+    """Assert that the largest relative difference of logits is within the tolerance."""
     assert worst <= tolerance, f"logits differ by {worst:.1e} of the largest, allowed {tolerance:.1e}"
 
 
 def agree(found: Outcome, expected: Outcome, tolerance: float) -> bool:
-    """Whether the tokens are the same; then everything else must be as near as `tolerance`."""
+    """Whether both outcomes have the same tokens; if so, assert that all other entries differ by at most `tolerance`."""
     if not torch.equal(found["tokens"], expected["tokens"]):
         return False
     for name in found.keys() - {"tokens"}:
@@ -191,7 +191,8 @@ def agree(found: Outcome, expected: Outcome, tolerance: float) -> bool:
 
 
 def check_bytes(cache: CompressedCache) -> None:
-    """Measured is predicted. Of layers that slide beside, a step leaves a token more where it lies, and one for a guess."""
+    """Assert that measured bytes equal the predicted ones, to MEMORY. Uncompressed sliding layers may hold one token more after a
+    step, and one for a speculative token."""
     memory, others = cache.memory(), [layer for layer in cache.layers if not isinstance(layer, CompressedLayer)]
     beside, predicted = measure(others), memory.by_kind["uncompressed"]
     slack = sum(2 * layer.keys[:, :, :1].nbytes for layer in others) * (1 if cache.speculator is None else 2)
@@ -201,13 +202,13 @@ def check_bytes(cache: CompressedCache) -> None:
 
 
 def share_of_16_bits(cache: CompressedCache) -> float:
-    """Bytes of the compressed layers as a part of what 16 bits a value need for the rows' real tokens.
+    """Bytes of the compressed layers as a share of 16 bits a value for the rows' tokens without padding.
 
-    Tables are left out: they do not grow with tokens, and those of `klt` weigh more than the few that a cell has.
+    Tables are left out: they do not grow with tokens, and those of `klt` are larger than the few tokens of a cell.
     """
     values, sliding = 0, cache.sequences.sliding
     for layer in cache.compressed:
-        # Tiers keep what a sliding window has left behind: their tokens lie in no order that pages could be given back in.
+        # Tiers keep tokens outside a sliding window: they are in no order by which pages could be freed.
         most = float("inf") if sliding is None or isinstance(layer.store, TieredStore) else sliding - 1
         values += sum(layer.store.footprint().values * min(length, most) for length in cache.sequences.lengths)
     memory = cache.memory()

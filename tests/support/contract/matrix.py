@@ -1,4 +1,4 @@
-"""The cells of the matrix, and the sample of them that every run of the tests takes."""
+"""The cells of the contract's matrix, and the sample of them that every test run takes."""
 
 import random
 from itertools import combinations, product
@@ -13,7 +13,7 @@ METHODS = [case.name for case in CASES if case.contract]
 SHORT = [torch.bfloat16, torch.float16]
 SAMPLED = 48
 
-# Architectures outermost: neighbouring cells share a model and its shadow.
+# By architecture first, so that neighbouring cells share a model and its shadow.
 CELLS = [
     Cell(method, mode, architecture.name) for architecture, mode, method in product(ARCHITECTURES, MODES, METHODS)
 ] + [
@@ -23,9 +23,9 @@ CELLS = [
 
 
 def sample(count: int = SAMPLED) -> list[Cell]:
-    """`count` cells with as many pairs of a method, a mode, an architecture and a dtype as a greedy choice finds.
+    """`count` cells, always the same, chosen greedily to cover most pairs of entries (method, mode, architecture, dtype).
 
-    Always the same. Every single entry of the tables is among them, because a new entry brings the most new pairs.
+    Every entry of the tables is in some cell, because a new entry adds the most new pairs.
     """
     left = {cell: pairs(cell) for cell in random.Random(0).sample(CELLS, len(CELLS))}
     missing = set().union(*left.values())
@@ -38,6 +38,6 @@ def sample(count: int = SAMPLED) -> list[Cell]:
 
 
 def pairs(cell: Cell) -> set[tuple[str, ...]]:
-    """Every two of the cell's entries together."""
+    """All pairs of the cell's entries."""
     entries = (f"method {cell.method}", f"mode {cell.mode}", f"architecture {cell.architecture}", str(cell.dtype))
     return set(combinations(entries, 2))

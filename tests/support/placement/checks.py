@@ -1,4 +1,4 @@
-"""What a cache shows of itself after a forward, against what the oracle of a row knows; each check yields what is wrong."""
+"""Checks of a cache after a forward, compared with the oracle of a row; each check yields a text for every difference."""
 
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -13,15 +13,15 @@ from placement.scenarios import MAGIC
 from tolerances import ATTENTION, FLOAT32_ATTENTION, STORED
 from torch import Tensor
 
-# Low-bit tokens that are sums, and keys that are rotated, go through a product more than plain ones.
+# Tolerance of outputs: sparse (CSR) tokens and rotated keys have one product more than others, so twice the rounding.
 OUTPUT = ATTENTION | {torch.float32: 2 * FLOAT32_ATTENTION}
 
-# Keys unrotated to before RoPE and rounded to the model's dtype: half a unit of their largest value.
+# Tolerance of keys that are rotated back to before RoPE and rounded to the model's dtype: half a unit of the largest value.
 TURNED = {torch.float32: STORED, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 
 
 def outputs(found: Tensor, expected: Tensor) -> Iterator[str]:
-    """Both `[heads, n, D]`, to within the tolerance of the dtype."""
+    """Outputs `[heads, n, D]` agree, to the tolerance of their dtype."""
     if expected.numel():
         error = (found.double() - expected).abs().amax((0, 2)) / expected.abs().max() / OUTPUT[found.dtype]
         if not bool((error <= 1).all()):
@@ -30,9 +30,9 @@ def outputs(found: Tensor, expected: Tensor) -> Iterator[str]:
 
 
 def fetched_tokens(oracle: Row, shown: Shown) -> Iterator[str]:
-    """The fetched tokens are the chosen ones, or those of before; pairs are what was given, bit for bit.
+    """The fetched tokens are those of the oracle, and their pairs are the row's keys and values, bit for bit.
 
-    Keys that are held as before RoPE, as they were rounded then.
+    Keys that are held before RoPE may differ by their rounding, TURNED.
     """
     found, chosen = pairs_of(shown.positions), oracle.fetched_pairs()
     if found != chosen:
@@ -56,14 +56,14 @@ def fetched_tokens(oracle: Row, shown: Shown) -> Iterator[str]:
 
 
 def no_guess(cache: Any) -> Iterator[str]:
-    """No tensor that a cache holds has a guess's value."""
+    """No tensor of a cache contains MAGIC, the value that marks speculative tokens."""
     for name, tensor in tensors_of(cache):
         if tensor.is_floating_point() and bool((tensor.abs().double() == MAGIC).any()):
             yield f"{name} holds a guess"
 
 
 def on_host(host: Any, row: int, oracle: Row) -> Iterator[str]:
-    """The host holds every token that can still be seen, as it came."""
+    """The host has the exact keys and values of every token that a sliding window has not dropped."""
     held, sliding = held_by(host, row), oracle.attending.sliding
     first = 0 if sliding is None else max(0, oracle.length - sliding + 1)
     for role, mine, theirs in (("keys", oracle.keys, held.keys), ("values", oracle.values, held.values)):
@@ -72,7 +72,7 @@ def on_host(host: Any, row: int, oracle: Row) -> Iterator[str]:
 
 
 def exact_window(low: Any, row: int, oracle: Row, counts: tuple[int, int]) -> Iterator[str]:
-    """Of KIVI's copy as many of the newest keys and values are as they came, and no others; of those that can still be seen."""
+    """Of the tokens in the sliding window, KIVI's copy has the newest `counts` keys and values exactly, and no others."""
     held, sliding = held_by(low, row), oracle.attending.sliding
     first = 0 if sliding is None else max(0, oracle.length - sliding + 1)
     for role, count in zip(("keys", "values"), counts, strict=True):
@@ -83,7 +83,7 @@ def exact_window(low: Any, row: int, oracle: Row, counts: tuple[int, int]) -> It
 
 
 def low_bit(low: Any, twin: Any, row: int) -> Iterator[str]:
-    """The low-bit copy is what its method alone would hold; it may know more of its tokens' positions."""
+    """The low-bit copy stores the same bits as its method alone (`twin`); it may store positions in addition."""
     found, expected = (
         layer_walk.stored(SimpleNamespace(compressed=[SimpleNamespace(store=store)]), row) for store in (low, twin)
     )
@@ -93,7 +93,7 @@ def low_bit(low: Any, twin: Any, row: int) -> Iterator[str]:
 
 
 def local(low: Any, row: int, oracle: InfLLMRow) -> Iterator[str]:
-    """Initial and local tokens are exact, and m of the local ones is the oracle's."""
+    """Initial and local tokens are exact, and the attention m of local ones is the oracle's."""
     start, stop = min(oracle.blocks.initial, oracle.length), oracle.blocks.first_local(oracle.length)
     held = held_by(low, row)
     for role, mine, theirs in (("keys", oracle.keys, held.keys), ("values", oracle.values, held.values)):
@@ -109,5 +109,5 @@ def local(low: Any, row: int, oracle: InfLLMRow) -> Iterator[str]:
 
 
 def held_by(store: Any, row: int) -> Any:
-    """What a store alone holds of a row, decoded."""
+    """The decoded tokens of a row in a store without a layer."""
     return held_tokens(SimpleNamespace(store=store, state=store.sequences), row)

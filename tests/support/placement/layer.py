@@ -1,4 +1,5 @@
-"""A row of one layer in float64, forward by forward; where float32 may choose otherwise it goes on as the cache did."""
+"""Float64 oracles of one row of one layer under offloading; after a choice that float32 may make differently they follow the
+cache."""
 
 import copy
 from dataclasses import dataclass, field
@@ -8,22 +9,24 @@ from oracle import rotated
 from placement.spec import Attending, Blocks, block_scores, mixed, replaced, token_scores
 from torch import Tensor
 
-# Scores closer than this may be ordered otherwise by float32: probabilities relative to the larger (exponentials of logits of
-# order 10), scores of blocks relative to their products' size. Keys unrotated to before RoPE are rounded to the model's dtype.
+# Scores closer than this may be ordered differently by float32: probabilities, relative to the larger one (exponentials of logits
+# of order 10); scores of blocks, relative to the magnitude of their products (keys before RoPE are rounded to the model's dtype).
 PROBABILITY = 1e-4
 LOGIT = {torch.float32: 4e-6, torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}
 
 
 @dataclass
 class Tally:
-    """Choices made, and those that fell within rounding and were the cache's, not the oracle's."""
+    """Counts of choices, and of those that differ from the oracle's within rounding (`ties`); `wrong` are texts of other
+    differences."""
 
     choices: int = 0
     ties: int = 0
     wrong: list[str] = field(default_factory=list)
 
     def compare(self, scores: Tensor, wanted: int, found: Tensor, noise: Tensor | float, where: str) -> None:
-        """The `wanted` largest of `scores [n]` are `found` (indices), but for those within `noise` of the last of them."""
+        """Compare the indices `found` with the `wanted` largest of `scores [n]`; scores within `noise` of the smallest of these are
+        interchangeable."""
         self.choices += 1
         chosen = found.tolist()
         if len(set(chosen)) != len(chosen) or len(chosen) != wanted:
@@ -43,26 +46,26 @@ class Tally:
 
 @dataclass
 class Shown:
-    """One row after a forward: fetched tokens, `positions [kv_heads, n]` (-1: none), `pairs [kv_heads, n, 2 D]`."""
+    """The fetched tokens of one row after a forward: `positions [kv_heads, n]` (-1: none) and `pairs [kv_heads, n, 2 D]`."""
 
     positions: Tensor
     pairs: Tensor
 
     def of(self, head: int) -> Tensor:
-        """A head's positions of fetched tokens."""
+        """The positions of a head's fetched tokens."""
         return self.positions[head][self.positions[head] >= 0].long()
 
 
 def pairs_of(positions: Tensor) -> set[tuple[int, int]]:
-    """Head and position of every one of `positions [kv_heads, n]` that is somewhere."""
+    """(head, position) of every entry of `positions [kv_heads, n]` that is not -1."""
     return {(head, position) for head, own in enumerate(positions.tolist()) for position in own if position >= 0}
 
 
 @dataclass
 class Row:
-    """Every token of a row as it came, `keys`, `values [kv_heads, length, D]`, in the model's dtype; attention is exact.
+    """All tokens of a row, exactly: `keys` and `values [kv_heads, length, D]` in the model's dtype; attention is exact.
 
-    `fetched_positions [kv_heads, any]` (-1: none) are the positions whose pairs the device holds beside what it always does.
+    `fetched_positions [kv_heads, any]` (-1: none) are the positions of tokens that are fetched to the device.
     """
 
     attending: Attending
@@ -72,11 +75,11 @@ class Row:
     prompt: int = 0
 
     def again(self) -> "Row":
-        """A copy that goes its own way."""
+        """An independent copy."""
         return copy.copy(self)
 
     def fetched_pairs(self) -> set[tuple[int, int]]:
-        """Head and position of every fetched token."""
+        """(head, position) of every fetched token."""
         return pairs_of(self.fetched_positions)
 
     @property
@@ -84,14 +87,15 @@ class Row:
         return self.keys.shape[1]
 
     def take(self, keys: Tensor, values: Tensor) -> None:
-        """The row grows."""
+        """Append new tokens; the first ones are the prompt."""
         self.keys, self.values = torch.cat([self.keys, keys], 1), torch.cat([self.values, values], 1)
         self.prompt = self.prompt or self.length
 
     def joined(
         self, keys: Tensor, values: Tensor, stored: tuple[Tensor, Tensor] | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Everything that a forward meets, float64: what is `stored` (as it came, if not said) and what is new."""
+        """The keys and values that a forward attends to, in float64: the `stored` ones (by default the exact ones), then the new
+        ones."""
         held = stored or (self.keys, self.values)
         return (
             torch.cat([held[0].double(), keys.double()], 1),
@@ -99,7 +103,7 @@ class Row:
         )
 
     def exact(self, query: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Outputs `[heads, n, D]` and probabilities of attention to everything as it came."""
+        """Outputs `[heads, n, D]` and probabilities of attention over all exact tokens."""
         met, mixture = self.joined(keys, values)
         probabilities = self.attending.probabilities(query.double(), met, self.length)
         return mixed(probabilities, mixture), probabilities
@@ -107,33 +111,35 @@ class Row:
 
 @dataclass
 class SpeCacheRow(Row):
-    """FetchedPool are met exactly, other tokens as the low-bit copy has them; `wanted` is k."""
+    """SpeCache: attention uses fetched tokens exactly and the low-bit copy of all others; `wanted` is k."""
 
     wanted: int = 0
 
     def speculative(
         self, query: Tensor, keys: Tensor, values: Tensor, low: tuple[Tensor, Tensor], packed: int
     ) -> tuple[Tensor, Tensor]:
-        """Outputs of all columns, the last one a guess, and scores of the candidates, `[kv_heads, candidates]`.
+        """Outputs of all columns, of which the last is the speculative token, and scores of the candidates, `[kv_heads,
+        candidates]`.
 
-        `low` is the low-bit copy `[kv_heads, length, D]` each, `packed` its encoded tokens once the real column is stored.
+        `low` are keys and values of the low-bit copy, `[kv_heads, length, D]` each; `packed` is the number of its encoded tokens
+        after the real columns are stored.
         """
         probabilities, values = self.mixture(query, keys, values, low)
         stop = self.length + keys.shape[1] - 1
         return mixed(probabilities, values), self.candidates(token_scores(probabilities), packed, stop)
 
     def select(self, query: Tensor, keys: Tensor, values: Tensor, low: tuple[Tensor, Tensor], packed: int) -> Tensor:
-        """Scores of the candidates, `[kv_heads, candidates]`, from the low-bit copy alone; one column."""
+        """Scores of the candidates, `[kv_heads, candidates]`, from the low-bit copy alone, for a forward of one column."""
         met, _ = self.joined(keys, values, low)
         probabilities = self.attending.probabilities(query.double(), met, self.length)
         return self.candidates(token_scores(probabilities), packed, self.length)
 
     def output(self, query: Tensor, keys: Tensor, values: Tensor, low: tuple[Tensor, Tensor]) -> Tensor:
-        """Attention with the fetched tokens instead of their low-bit pairs."""
+        """Attention output with the fetched tokens instead of their low-bit copies."""
         return mixed(*self.mixture(query, keys, values, low))
 
     def mixture(self, query: Tensor, keys: Tensor, values: Tensor, low: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Probabilities, and the values that they mix."""
+        """Attention probabilities, and the values that they weight, with fetched tokens exact."""
         fetched = torch.zeros(low[0].shape[:2], dtype=torch.bool)
         for head, positions in enumerate(self.fetched_positions):
             fetched[head, positions[positions >= 0].long()] = True
@@ -142,14 +148,15 @@ class SpeCacheRow(Row):
         return self.attending.probabilities(query.double(), met, self.length), mixture
 
     def candidates(self, scores: Tensor, packed: int, stop: int) -> Tensor:
-        """The scores of encoded tokens that a query at position `stop` sees; -1 of others, which are no candidates."""
+        """Scores of the first `packed` tokens; -1 for those outside the sliding window of a query at `stop`, which are no
+        candidates."""
         scores = scores[:, :packed].clone()
         if self.attending.sliding is not None:
             scores[:, : max(0, stop - self.attending.sliding + 1)] = -1
         return scores
 
     def settle(self, scores: Tensor, shown: Shown, tally: Tally, where: str) -> None:
-        """Compares what the cache chose by these scores, and takes it over."""
+        """Compare the tokens that the cache fetched with the largest scores, and continue with the cache's choice."""
         for head, own in enumerate(scores):
             count = min(self.wanted, int((own >= 0).sum()))
             last = own.topk(count).values[-1] if count else torch.tensor(0.0)
@@ -159,10 +166,11 @@ class SpeCacheRow(Row):
 
 @dataclass
 class InfLLMRow(Row):
-    """`mass [kv_heads, length]` is m; `representatives` of each block, `[kv_heads, r]`, and by how much they won.
+    """InfLLM. `mass [kv_heads, length]` is the paper's m; `representatives` are the positions `[kv_heads, count]` of each block,
+    and `doubtful` says for each block whether float32 may choose others.
 
-    A forward is encoded in chunks of `chunk` tokens; None: at once. `copied` pairs were not there before, in the last forward;
-    `furthest` is the longest distance from any query so far to a token that it met.
+    A forward is processed in chunks of `chunk` tokens (None: at once). `copied` counts the pairs that were newly fetched in the
+    last forward; `furthest` is the longest distance so far from a query to a token that it attended to.
     """
 
     blocks: Blocks = field(default_factory=lambda: Blocks(0, 0, 1))
@@ -179,8 +187,8 @@ class InfLLMRow(Row):
     def forward(
         self, query: Tensor, keys: Tensor, values: Tensor, shown: list[Shown], tally: Tally, where: str
     ) -> Tensor:
-        """Outputs `[heads, n, D]`, chunk by chunk; the row grows by each before the next. `shown` are the cache's choices for them,
-        which are compared and taken over."""
+        """Outputs `[heads, n, D]`; each chunk is appended to the row before the next. `shown` are the cache's choices for the
+        chunks, which are compared and adopted."""
         size, outputs, self.copied = self.chunk or query.shape[1], [], 0
         parts = [part.split(size, 1) for part in (query, keys, values)]
         if len(shown) != len(parts[0]):
@@ -194,7 +202,7 @@ class InfLLMRow(Row):
         return torch.cat(outputs, 1)
 
     def encoded(self, query: Tensor, keys: Tensor, values: Tensor, shown: Shown, tally: Tally, where: str) -> Tensor:
-        """Outputs of one chunk; then the row grows by it."""
+        """Return the outputs of one chunk and append it to the row."""
         held, met, mixture = self.blocks.count(self.length), *self.joined(keys, values)
         kept = None
         self.furthest = max(self.furthest, self.blocks.furthest(self.length, keys.shape[1]))
@@ -213,7 +221,8 @@ class InfLLMRow(Row):
         return mixed(probabilities, mixture)
 
     def represent(self, number: int) -> None:
-        """The tokens of a block with the greatest mass; doubtful where the next one's is as great but for rounding."""
+        """Add the representatives of a block, its tokens with the greatest mass; doubtful if the next one's mass is equal up to
+        rounding."""
         positions = self.blocks.of(number)
         mass, order = self.mass[:, positions].sort(descending=True, stable=True)
         self.representatives += (positions[order[:, : self.count]],)
@@ -222,7 +231,8 @@ class InfLLMRow(Row):
         self.doubtful += (narrow & torch.tensor(self.count < self.blocks.block),)
 
     def chosen(self, query: Tensor, met: Tensor, held: int, shown: Shown, tally: Tally, where: str) -> Tensor:
-        """Which tokens are attended, `[kv_heads, T]`: those of the blocks that the cache chose, if it may have."""
+        """The mask of attended tokens, bool `[kv_heads, T]`, with the blocks that the cache chose, which are compared with the
+        scores."""
         numbers = torch.stack(self.representatives, 1).flatten(1)
         keys = torch.stack([own[positions] for own, positions in zip(met, numbers, strict=True)]).unflatten(
             1, (held, -1)
@@ -239,7 +249,7 @@ class InfLLMRow(Row):
             if not torch.equal(positions.sort().values, whole):
                 tally.wrong.append(f"{spot}: {positions.sort().values.tolist()} are no whole blocks")
             noise = LOGIT[self.keys.dtype] * float(sizes[head].max())
-            # A block whose representatives are doubtful has no certain score.
+            # With doubtful representatives, scores are not certain, and any choice is accepted.
             noise = torch.inf if doubts[head].any() else noise
             tally.compare(own, min(self.fetched, held), found, noise, spot)
             kept[head, start:stop] = False
@@ -247,7 +257,7 @@ class InfLLMRow(Row):
         return kept
 
     def rounded(self, met: Tensor, shown: Shown) -> Tensor:
-        """Fetched keys as the cache holds them before RoPE, rounded to the model's dtype, rotated to their positions."""
+        """`met` with the cache's own fetched keys, which are rounded before RoPE, rotated to the position of blocks."""
         if self.frequencies is None:
             return met
         met, position = met.clone(), self.blocks.first_local(self.length) - 1

@@ -1,4 +1,4 @@
-"""Every tensor that an object holds, by the path to it."""
+"""Finds every tensor that is reachable from an object, with its path."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 
 def tensors_of(thing: Any, name: str = "cache", seen: set[int] | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Through attributes, mappings and sequences, each object once."""
+    """Yield (path, tensor) of all tensors reachable by attributes, mappings and sequences; each object once."""
     seen = set() if seen is None else seen
     if id(thing) in seen or isinstance(thing, str | int | float | bool | type | nn.Module) or thing is None:
         return

@@ -14,15 +14,15 @@ from transformers import StableLmConfig, StableLmForCausalLM
 from calib.runtime import compress
 from calib.runtime.cache import CompressedCache
 
-# No product of random numbers is this small, and no output feels it; 16 bits hold it exactly.
+# Marks speculative tokens: no product of random numbers is this small, it does not change outputs, and bfloat16 holds it exactly.
 MAGIC = 2.0**-100
 
 
 @dataclass(frozen=True)
 class Step:
-    """One forward: `sizes` real columns of each row, behind them a guess of each row if `speculative`; or rows that move.
+    """One forward with `sizes` real tokens of each row, followed by a speculative token of each if `speculative`.
 
-    `rows` are the sources of `cache.batch_select_indices`.
+    Or, if `rows` is given, a call of `cache.batch_select_indices` with these row numbers.
     """
 
     sizes: tuple[int, ...] = ()
@@ -31,22 +31,22 @@ class Step:
 
 
 def turn(*sizes: int) -> list[Step]:
-    """Columns of each row, among padding where they are not as many."""
+    """One forward with these numbers of tokens of each row; shorter rows are padded."""
     return [Step(sizes)]
 
 
 def single(count: int, rows: int) -> list[Step]:
-    """Forwards of one column."""
+    """`count` decode steps of `rows` rows."""
     return [Step((1,) * rows)] * count
 
 
 def speculated(count: int, rows: int, real: int = 1) -> list[Step]:
-    """Forwards of `real` columns and a guess; with none the guess that comes before decoding."""
+    """`count` forwards of `real` tokens and a speculative one; with real=0, the speculative token alone, as before decoding."""
     return [Step((real,) * rows, speculative=True)] * count
 
 
 def moved(*sources: int) -> list[Step]:
-    """Row i goes on as a copy of row `sources[i]`."""
+    """Row i becomes a copy of row `sources[i]`."""
     return [Step(rows=sources)]
 
 
@@ -87,7 +87,7 @@ WALKS: dict[str, list[Step]] = {
     + moved(1, 1, 0, 1)
     + speculated(12, 4)
     + single(2, 4),
-    # Rows that begin among padding, before and after others have guessed.
+    # Rows whose first tokens come later than others', before and after speculative steps.
     "late": turn(60, 0, 5)
     + single(2, 3)
     + speculated(3, 3)
@@ -129,7 +129,7 @@ WALKS: dict[str, list[Step]] = {
 
 @dataclass(frozen=True)
 class Scenario:
-    """A method with options, what the model does to logits, its `rope_parameters` where they are not the usual, and a walk."""
+    """A method with options, the model's soft cap and sliding window, its `rope_parameters` if not the default, and a walk."""
 
     method: str
     options: dict[str, Any] = field(default_factory=dict)
@@ -153,7 +153,7 @@ class Scenario:
         heads, kv_heads = HEADS[self.gqa]
         shape = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "num_hidden_layers": self.layers}
         rope = {"rope_parameters": self.rope} if self.rope else {}
-        if "partial_rotary_factor" in rope.get("rope_parameters", {}):  # of these families StableLM alone turns some
+        if "partial_rotary_factor" in rope.get("rope_parameters", {}):  # only StableLM has partial RoPE
             config = StableLmConfig(**COMMON | {"hidden_size": 32 * heads, "head_dim": 32} | shape | rope)
             return StableLmForCausalLM(config).to(self.dtype).eval()
         if self.sliding is not None:
@@ -181,7 +181,8 @@ class Scenario:
         return self._opened(self.method, self.options)
 
     def open_twin(self) -> CompressedCache | None:
-        """A cache that does for itself what is part of this one: the low-bit method alone; every token as it is."""
+        """An empty cache of the method that this one contains: for SpeCache the low-bit method, for `offload` "full"; None for
+        InfLLM."""
         if self.method == "infllm":
             return None
         low = {"method": "full"} if self.method == "offload" else self.low
@@ -193,13 +194,13 @@ class Scenario:
         return cache
 
     def tokens(self) -> list[Tokens]:
-        """All that each row of the batch brings, `layers` layers of it; the rows of the walk that has most."""
+        """The tokens of every row for all steps of the walk; as many rows as its largest step has."""
         rows = max(len(step.sizes) for step in self.steps)
         count = [sum(step.sizes[row] for step in self.steps if row < len(step.sizes)) for row in range(rows)]
         return [Tokens.random(self.model, max(1, size), row) for row, size in enumerate(count)]
 
     def speculative_tokens(self, number: int, rows: int) -> list[Tokens]:
-        """A guess of every row: a channel of each key and value is MAGIC."""
+        """A speculative token of every row; one channel of each key and one of each value is MAGIC."""
         found = [Tokens.random(self.model, 1, 10_000 + 10 * number + row) for row in range(rows)]
         for speculative in found:
             speculative.keys[..., 3] = speculative.values[..., 5] = MAGIC
@@ -207,32 +208,32 @@ class Scenario:
 
 
 def specache(walk: str = "guesses", gqa: int = 2, dtype: torch.dtype = torch.float32, **rest: Any) -> Scenario:
-    """A short window, so that much is encoded."""
+    """A SpeCache scenario with a short window, so that most tokens are encoded."""
     own = {name: rest.pop(name) for name in ("softcap", "sliding", "layers") if name in rest}
     usual = {} if "low" in rest else {"residual": 32}
     return Scenario("specache", {"k": 5} | usual | rest, walk, gqa, dtype, **own)
 
 
 def infllm(walk: str = "steps", gqa: int = 2, dtype: torch.dtype = torch.float32, **rest: Any) -> Scenario:
-    """A short window and small blocks, so that most of them stay away."""
+    """An InfLLM scenario with a short window and small blocks, most of which are not fetched."""
     own = {name: rest.pop(name) for name in ("softcap", "layers", "rope") if name in rest}
     usual = {"initial": 4, "window": 24, "block": 8, "representatives": 2, "fetched": 3, "prefill": "exact"}
     return Scenario("infllm", usual | rest, walk, gqa, dtype, **own)
 
 
 def by_blocks(walk: str = "steps", chunk: int = 16, gqa: int = 2, **rest: Any) -> Scenario:
-    """InfLLM whose forwards are encoded in chunks."""
+    """An InfLLM scenario whose forwards are processed in chunks."""
     return infllm(walk, gqa, prefill="blocks", chunk=chunk, **rest)
 
 
 def offload(walk: str = "ragged", gqa: int = 2, dtype: torch.dtype = torch.float32, **rest: Any) -> Scenario:
-    """Everything exact."""
+    """A scenario of `offload`, which keeps all tokens exactly."""
     own = {name: rest.pop(name) for name in ("softcap", "sliding", "layers") if name in rest}
     return Scenario("offload", rest, walk, gqa, dtype, **own)
 
 
 def cut(rows: Sequence[Tokens], at: list[int], sizes: Sequence[int]) -> list[Tokens]:
-    """The next `sizes` tokens of each row; `at` moves on."""
+    """The next `sizes` tokens of each row; the positions `at` are advanced."""
     found = [row[start : start + size] for row, start, size in zip(rows, at, sizes, strict=False)]
     at[: len(sizes)] = [start + size for start, size in zip(at, sizes, strict=False)]
     return found

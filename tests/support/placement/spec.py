@@ -1,4 +1,7 @@
-"""SpeCache and InfLLM as equations on float64 tensors of one row: what is attended, what is scored, what is chosen."""
+"""The equations of SpeCache and InfLLM on float64 tensors of one row: attended tokens, scores, blocks.
+
+n is queries, T tokens, D head_dim, B blocks, r the representatives of a block.
+"""
 
 import math
 from collections.abc import Mapping
@@ -13,17 +16,17 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Attending:
-    """How q.k becomes a logit, and how far back a query sees."""
+    """The model's scale and soft cap of logits, and its sliding window."""
 
     scale: float
     softcap: float | None = None
     sliding: int | None = None
 
     def probabilities(self, query: Tensor, keys: Tensor, first: int, kept: Tensor | None = None) -> Tensor:
-        """One softmax a query over everything it sees: `[kv_heads, group, n, T]`.
+        """Causal attention probabilities `[kv_heads, group, n, T]`.
 
-        `query [heads, n, D]` at the positions `first`, `first` + 1, ...; `keys [kv_heads, T, D]` of the positions 0 ... T - 1, as
-        they are met; `kept [kv_heads, T]` where only some of them are.
+        `query [heads, n, D]` is at the positions `first`, `first` + 1, ...; `keys [kv_heads, T, D]` are those of the positions
+        0 ... T - 1; `kept`, bool `[kv_heads, T]`, masks keys.
         """
         grouped = query.unflatten(0, (len(keys), -1))
         logits = grouped @ keys[:, None].mT * self.scale
@@ -46,9 +49,10 @@ def mixed(probabilities: Tensor, values: Tensor) -> Tensor:
 
 
 def packed(low: Mapping[str, Any], prompt: int, length: int) -> int:
-    """Tokens whose keys are encoded in the low-bit copy of a row of `length` tokens, its first `prompt` in one forward.
+    """Number of tokens whose keys are encoded in the low-bit copy of a row of `length` tokens, of which `prompt` came in one
+    forward.
 
-    `low` are the copy's method and options.
+    `low` has the method and options of the copy.
     """
     match low["method"]:
         case "rtn":
@@ -69,28 +73,30 @@ def packed(low: Mapping[str, Any], prompt: int, length: int) -> int:
 
 
 def residual(low: Mapping[str, Any], stream: str) -> int:
-    """R of KIVI's copy."""
+    """KIVI's residual length R of a stream of the low-bit copy."""
     given = low.get("residual", 64)
     return given if isinstance(given, int) else given[stream]
 
 
 def exact(low: Mapping[str, Any], length: int) -> tuple[int, int]:
-    """Newest keys and values that KIVI's copy of a row of `length` tokens holds exactly (arXiv:2402.02750, algorithm 1).
+    """Numbers of the newest keys and values that KIVI keeps exactly in a row of `length` tokens (arXiv:2402.02750, algorithm 1).
 
-    A key until the block of R keys that it belongs to is full: `length` mod R of them. A value until R newer ones have come: R.
-    The algorithm encodes a step's value before it attends, so that the R values include the step's own, and R - 1 of those that
-    were there before are exact; the released code encodes after it attends, where R are, and the step's own.
+    A key is exact until its block of R keys is full, so `length` mod R are. A value is exact until there are R newer ones, so R
+    are. In a decode step the algorithm encodes before attention, so the R exact values include the step's own; the released code
+    encodes after attention, with R exact values besides the step's own.
     """
     return length - packed(low, length, length), min(length, residual(low, "values"))
 
 
 def replaced(low: Tensor, exact: Tensor, fetched: Tensor) -> Tensor:
-    """`low [kv_heads, T, D]`, but `exact` where a token is `fetched [kv_heads, T]`."""
+    """`low [kv_heads, T, D]` with the tokens in the mask `fetched [kv_heads, T]` replaced by `exact`."""
     return torch.where(fetched[..., None], exact, low)
 
 
 def token_scores(probabilities: Tensor) -> Tensor:
-    """Score of every position: the last query's probability of it, summed over the query heads of a KV head."""
+    """Score of every position `[kv_heads, T]`: its attention probability under the last query, summed over the query heads of a KV
+    head.
+    """
     return probabilities[:, :, -1].sum(1)
 
 
@@ -99,14 +105,14 @@ def token_scores(probabilities: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Blocks:
-    """Where a row's tokens are: `initial` ones, blocks of `block`, at least `window` that are local."""
+    """The division of a row: `initial` tokens, complete blocks of `block` tokens, and at least `window` local tokens."""
 
     initial: int
     window: int
     block: int
 
     def count(self, length: int) -> int:
-        """Complete blocks of a row of `length` tokens."""
+        """Number of complete blocks of a row of `length` tokens."""
         return max(0, length - self.initial - self.window) // self.block
 
     def first_local(self, length: int) -> int:
@@ -119,9 +125,10 @@ class Blocks:
         return torch.arange(start, start + self.block)
 
     def met(self, keys: Tensor, stored: int, frequencies: Tensor | None) -> Tensor:
-        """`keys [kv_heads, T, D]` after RoPE at the positions where a forward that finds `stored` tokens meets them.
+        """`keys [kv_heads, T, D]` rotated to the positions at which a forward after `stored` tokens attends to them.
 
-        Tokens of blocks stand at the last position before the local ones, initial tokens end there; None: at their own.
+        All tokens of blocks get the last position before the local tokens, and the initial tokens the positions that end there.
+        Without `frequencies` (or blocks) all keep their own.
         """
         local = self.first_local(stored)
         if frequencies is None or not self.count(stored):
@@ -131,12 +138,13 @@ class Blocks:
         return rotated(keys, frequencies, torch.where(positions < local, moved, 0)[:, None].double())
 
     def furthest(self, stored: int, new: int) -> int:
-        """The longest distance from a query of a forward of `new` tokens to a token where `met` puts it."""
+        """The longest distance from a query of a forward of `new` tokens to a token, at the positions of `met`."""
         local = self.first_local(stored)
         return stored + new - 1 - (local - 1 - self.initial if self.count(stored) else 0)
 
     def mass(self, probabilities: Tensor, stored: int) -> Tensor:
-        """What a forward adds to m_i: `[kv_heads, T]`, of its queries at most `window` positions behind a token."""
+        """The contribution of a forward to m, `[kv_heads, T]`: attention of its queries that are 1 ... `window` positions after a
+        token."""
         queries, tokens = probabilities.shape[-2:]
         behind = stored + torch.arange(queries)[:, None] - torch.arange(tokens)
         near = (behind >= 1) & (behind <= self.window)
@@ -144,10 +152,11 @@ class Blocks:
 
 
 def block_scores(query: Tensor, representatives: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Score of every block: mean over the group, summed over the queries and over its representatives; `[kv_heads, B]`.
+    """Scores of all blocks `[kv_heads, B]`: logits, mean over the query heads of a KV head, summed over queries and
+    representatives.
 
-    `query [heads, n, D]`, `representatives [kv_heads, B, r, D]` as they are met. Also the size of an average sum of as many
-    terms of that length: what rounding is relative to.
+    `query [heads, n, D]`, `representatives [kv_heads, B, r, D]` at their attended positions. Also returns, in the same shape, the
+    magnitude to which rounding is relative: the sum of |q| |k| over the root of the number of terms.
     """
     grouped = query.unflatten(0, (len(representatives), -1)).mean(1)
     logits = torch.einsum("hnd,hbrd->hbnr", grouped, representatives) * scale

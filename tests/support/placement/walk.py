@@ -1,4 +1,5 @@
-"""A cache driven beside its oracles, row by row: outputs, which tokens are fetched, what was copied, what is stored."""
+"""Runs a cache and an oracle for each row through the same steps, and compares outputs, fetched tokens, copies and stored
+tokens."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,15 +19,16 @@ from calib.runtime.attend.request import AttendRequest
 from calib.runtime.logits import Logits
 from calib.runtime.offload.top_blocks import TopBlocksStore
 
-STORED_EVERY = 10  # steps between two looks at all that is stored; and after every forward of several columns
-GUESS_EVERY = 4  # steps between two searches for a guess: what leaves a trace does so more than once
-ENOUGH = 8  # problems after which a walk ends
+STORED_EVERY = 10  # steps between two checks of all stored tokens; also after every forward of several columns
+GUESS_EVERY = 4  # steps between two searches for values of speculative tokens
+ENOUGH = 8  # a walk ends after more problems than this
 
 
 class Walk:
-    """One scenario; `problems` are the differences found, `tally` the choices compared.
+    """One run of a scenario; `problems` are the differences found, `tally` counts the compared choices.
 
-    `mattered` is the most that fetched tokens changed an output, in tolerances: the walk says nothing of them unless it is a lot.
+    `mattered` is the largest change of an output by fetched tokens, in tolerances; unless it is large, outputs do not test
+    fetching.
     """
 
     def __init__(self, scenario: Scenario) -> None:
@@ -38,10 +40,10 @@ class Walk:
         rows = len(scenario.steps[0].sizes)
         self.rows = [[self.empty_row() for _ in range(rows)] for _ in range(scenario.layers)]
         self.fetched = [0] * scenario.layers
-        self.choices: dict[tuple[int, int], list[Shown]] = {}  # of a layer and row in a forward, chunk by chunk
+        self.choices: dict[tuple[int, int], list[Shown]] = {}  # by (layer, row), for each chunk of a forward
 
     def run(self) -> "Walk":
-        """All steps."""
+        """Run all steps, and return this object."""
         rules = {"softcap": self.scenario.softcap, "sliding": self.scenario.sliding}
         with pytest.MonkeyPatch.context() as patch, filled():
             patch.setattr(layer_walk, "Logits", lambda scale: Logits(scale, **rules))
@@ -57,7 +59,7 @@ class Walk:
         self.problems += [f"{where}: {problem}" for problem in problems]
 
     def noting(self, attend: Callable[[Any, AttendRequest], Tensor]) -> Callable[[Any, AttendRequest], Tensor]:
-        """`attend`, which notes behind each call what is fetched for its rows."""
+        """A wrapper of `attend` that records after each call which tokens are fetched for its rows."""
 
         def attend_and_note(store: Any, request: AttendRequest) -> Tensor:
             output = attend(store, request)
@@ -71,7 +73,7 @@ class Walk:
     # --- one step -----------------------------------------------------------------------------------------------------
 
     def move(self, sources: tuple[int, ...]) -> None:
-        """Rows go on as copies of others."""
+        """Replace rows by copies of others, in caches and oracles."""
         for cache in filter(None, (self.cache, self.twin)):
             cache.batch_select_indices(torch.tensor(sources))
         self.rows = [[rows[source].again() for source in sources] for rows in self.rows]
@@ -81,7 +83,7 @@ class Walk:
         self.check_stored()
 
     def forward(self, step: Step) -> None:
-        """One forward, the cache first: the oracle goes on with what it chose."""
+        """Run one forward of the cache, then of the oracles, which adopt its choices; compare both."""
         real = cut(self.brought, self.at, step.sizes)
         speculative = (
             self.scenario.speculative_tokens(self.number, len(real)) if step.speculative else [None] * len(real)
@@ -107,7 +109,7 @@ class Walk:
                     if self.scenario.method == "offload":
                         self.note(f"{where}, full", checks.outputs(outputs[layer][row], others[layer][row].double()))
                 self.note(where, checks.fetched_tokens(oracle, shown))
-                if isinstance(oracle, InfLLMRow):  # a chunk may fetch what the next one has no use for
+                if isinstance(oracle, InfLLMRow):  # a chunk may fetch tokens that the next chunk drops
                     self.fetched[layer] += oracle.copied if len(new) else 0
                 else:
                     self.fetched[layer] += len(oracle.fetched_pairs() - before)
@@ -128,7 +130,7 @@ class Walk:
         choices: list[Shown],
         where: str,
     ) -> Tensor:
-        """Outputs of one forward of one row; then the row grows by its real tokens."""
+        """The oracle's outputs of one forward of one row; its real tokens are appended to the row."""
         query, keys, values = new
         if isinstance(oracle, InfLLMRow):
             return oracle.forward(query, keys, values, choices, self.tally, where)
@@ -153,14 +155,14 @@ class Walk:
         return output
 
     def weigh(self, oracle: SpeCacheRow, output: Tensor, new: tuple[Tensor, ...], low: Any) -> None:
-        """What fetched tokens change of this output."""
+        """Update `mattered` with the change of this output by fetched tokens."""
         if oracle.fetched_pairs() and self.mattered < 100:
             alone = oracle.again()
             alone.fetched_positions = oracle.fetched_positions[:, :0]
             change = (alone.output(*new, low) - output).abs().max() / output.abs().max()
             self.mattered = max(self.mattered, float(change / checks.OUTPUT[self.scenario.dtype]))
 
-    # --- what the cache shows -----------------------------------------------------------------------------------------
+    # --- the state of the cache ---------------------------------------------------------------------------------------
 
     def where(self, layer: int, row: int) -> str:
         return f"step {self.number}, layer {layer}, row {row} (holds {self.rows[layer][row].length})"
@@ -169,7 +171,7 @@ class Walk:
         return self.cache.compressed[layer].store
 
     def low_of(self, layer: int, row: int) -> tuple[Tensor, Tensor] | None:
-        """The low-bit copy of a row, token by token: float64 `[kv_heads, length, D]` each."""
+        """Decoded keys and values of a row's low-bit copy in order of position: float64 `[kv_heads, length, D]` each."""
         if self.scenario.method != "specache" or not self.rows[layer][row].length:
             return None
         held = checks.held_by(self.store(layer).low, row)
@@ -179,14 +181,14 @@ class Walk:
         return held.keys.take_along_dim(order, 1), held.values.take_along_dim(order, 1)
 
     def shown(self, layer: int, row: int) -> Shown:
-        """Which tokens of a row are fetched, and their pairs."""
+        """The fetched tokens of a row and their pairs."""
         pool = getattr(self.store(layer), "pool", None)
-        if pool is None:  # as of `offload`
+        if pool is None:  # of `offload`
             return Shown(self.rows[layer][row].fetched_positions, self.rows[layer][row].keys[:, :0])
         return Shown(pool.positions[row].clone(), pool.pairs[row].clone())
 
     def check_counts(self) -> None:
-        """Speculative tokens count nowhere; copied were exactly those that had not been fetched before."""
+        """Lengths and columns count no speculative tokens, and exactly the pairs that were not fetched before were copied."""
         where, lengths = f"step {self.number}", [row.length for row in self.rows[0]]
         if self.cache.sequences.lengths != lengths:
             self.problems.append(f"{where}: lengths {self.cache.sequences.lengths} and not {lengths}")
@@ -200,7 +202,7 @@ class Walk:
                 self.fetched[layer] = found
 
     def check_stored(self) -> None:
-        """What lies on the host and what lies on the device."""
+        """Check the tokens stored on the host and on the device."""
         for layer, rows in enumerate(self.rows):
             store = self.store(layer)
             for row, oracle in enumerate(rows):
@@ -212,12 +214,12 @@ class Walk:
                     if self.scenario.low["method"] == "kivi":
                         counts = exact(self.scenario.low, oracle.length)
                         self.note(where, checks.exact_window(store.low, row, oracle, counts))
-                    # What decides who goes to which tier is attention, and fetched tokens are part of it.
+                    # If attention decides a token's tier, fetched tokens change it, and the copy may differ from its method alone.
                     if not store.low.observes or not oracle.wanted or oracle.prompt == oracle.length:
                         self.note(where, checks.low_bit(store.low, self.twin.compressed[layer].store, row))
 
     def empty_row(self) -> Row:
-        """An oracle of the method that holds nothing."""
+        """An empty oracle of the method."""
         options, config = self.scenario.options, self.scenario.model.config
         attending = Attending(config.head_dim**-0.5, self.scenario.softcap, self.scenario.sliding)
         nothing = torch.zeros(config.num_key_value_heads, 0, config.head_dim, dtype=self.scenario.dtype)
@@ -239,7 +241,8 @@ class Walk:
 
 @contextmanager
 def filled() -> Iterator[None]:
-    """New tensors that nobody has written hold NaN, not what was freed before them: a guess's value, say."""
+    """A context in which uninitialised tensors are filled with NaN, so that they cannot contain freed values of speculative
+    tokens."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
@@ -249,7 +252,7 @@ def filled() -> Iterator[None]:
 
 
 def joined(real: Tokens, speculative: Tokens | None) -> Tokens:
-    """Real tokens, and a guess behind them."""
+    """Real tokens followed by the speculative one, if there is one."""
     if speculative is None:
         return real
     return Tokens(*(torch.cat([getattr(real, name), getattr(speculative, name)], 2) for name in vars(real)))
