@@ -1,9 +1,9 @@
-"""What a cache should hold: everything it was given, kept exactly by a cache of transformers that is told the same things.
+"""Checks the tokens that a cache stores against all keys and values it was given, which a DynamicCache keeps exactly.
 
-The shadow starts from what the cache holds, so it cannot see that a row holds another row's tokens, or a draft that was
-taken back. The mirror can: each token of a row, encoded by the method's own stages in one piece, must be what is held.
-That is also the promise that neither batch, padding, chunks nor drafts leave a trace in what is stored. Of tiers, whose
-tokens depend on what was attended, every token held must be one of those given, once, as its tier encodes it.
+The shadow starts from the stored tokens, so it cannot detect that a row stores another row's tokens, or a draft that was rejected.
+The mirror can: every stored token of a row must equal the given one, encoded by the method's own stages alone and in one piece. So
+batch, padding, chunks and drafts must not change what is stored. In tiers, whose tokens depend on attention, every stored token
+must be one of the given tokens, only once, as its tier encodes it.
 """
 
 from functools import partial
@@ -25,7 +25,7 @@ from calib.runtime.tiered.store import TieredStore
 
 
 class Mirror:
-    """Listens to a compressed cache from its first token on."""
+    """Records everything that a compressed cache is given from its first token on: `update`, `reorder_cache` and `crop`."""
 
     def __init__(self, cache: CompressedCache) -> None:
         self.cache, self.exact = cache, DynamicCache()
@@ -36,7 +36,8 @@ class Mirror:
         listen(cache, "crop", self.exact.crop)
 
     def check(self, mask: Tensor | None) -> None:
-        """Refuses a cache that holds anything else; `mask [rows, columns]` is the padding mask of its last forward."""
+        """Assert that the cache stores the recorded tokens and no others; `mask [rows, columns]` is the padding mask of its last
+        forward."""
         lengths = self.cache.sequences.lengths
         for number, (layer, given) in enumerate(zip(self.cache.compressed, self.exact.layers, strict=True)):
             real = torch.ones(given.keys.shape[0], given.keys.shape[2]) if mask is None else mask
@@ -49,7 +50,7 @@ class Mirror:
 
 
 def take_in(layer: Any, own: DynamicLayer, keys: Tensor, values: Tensor, *rest: Any) -> None:
-    """What arrives at a layer, but for a guess: that should leave no trace."""
+    """Record the keys and values given to a layer, without a speculative token, which must not be stored."""
     sequences = layer.sequences
     begun = sequences.steps == layer.steps + 1  # by a layer before this one
     columns = slice(keys.shape[2] - (sequences.forward.speculative if begun else sequences.speculating))
@@ -57,7 +58,7 @@ def take_in(layer: Any, own: DynamicLayer, keys: Tensor, values: Tensor, *rest: 
 
 
 def odd_in(store: Any, row: int, keys: Tensor, values: Tensor) -> str:
-    """What of a row is not as it should be, of those given, `[1, kv_heads, T, head_dim]`."""
+    """A text with the differences of a row's stored tokens from the given ones, `[1, kv_heads, T, head_dim]`; empty if none."""
     if isinstance(store, OffloadStore):
         found = {part: odd_in(getattr(store, part), row, keys, values) for part in ("low", "host")}
         found["fetched"] = odd_fetched(store, row, keys, values)
@@ -66,9 +67,8 @@ def odd_in(store: Any, row: int, keys: Tensor, values: Tensor) -> str:
 
 
 def odd_fetched(store: Any, row: int, keys: Tensor, values: Tensor) -> str:
-    """Which pairs that were fetched are not those of their positions; where keys are held before RoPE, which values.
-
-    Behind a sliding window nobody looks at them.
+    """The fetched pairs of a row that differ from the given ones at their positions; only values are compared if keys are stored
+    before RoPE. Tokens outside a sliding window are not compared.
     """
     given, found, sliding = torch.cat([keys, values], 3)[0], store.pool, store.host.sequences.sliding
     seen = -1 if sliding is None else keys.shape[2] - sliding
@@ -85,7 +85,7 @@ def odd_fetched(store: Any, row: int, keys: Tensor, values: Tensor) -> str:
 
 
 def odd_in_order(store: Any, row: int, keys: Tensor, values: Tensor) -> str:
-    """Which tokens of a row are not what the streams should hold of those given, `[1, kv_heads, T, head_dim]`."""
+    """The tokens of a row in an ordered store that differ from the given ones, `[1, kv_heads, T, head_dim]`, after encoding."""
     (length, sliding), found = (keys.shape[2], store.sequences.sliding), oracle.held_by(store, row)
     kept = slice(0 if sliding is None else max(0, length - sliding + 1), None)
     for stream, held, tokens in zip(store.streams, found[:2], (keys, values), strict=True):
@@ -98,7 +98,8 @@ def odd_in_order(store: Any, row: int, keys: Tensor, values: Tensor) -> str:
 
 
 def stored(stream: Any, tokens: Tensor) -> Tensor:
-    """What a stream should hold of `tokens [1, kv_heads, T, head_dim]`: those that are encoded as they decode, float64."""
+    """The tokens `[1, kv_heads, T, head_dim]` as a stream should store them, float64: encoded ones encoded in one piece and
+    decoded."""
     codec, transform = stream.plan.codec, stream.plan.transform
     packed = stream.plan.schedule.packed(tokens.shape[2])
     block = codec.encode(transform.forward(tokens[:, :, :packed]), stream.fp32_params)
@@ -107,10 +108,11 @@ def stored(stream: Any, tokens: Tensor) -> Tensor:
 
 
 def odd_in_tiers(store: Any, row: int, keys: Tensor, values: Tensor) -> str:
-    """What of a row is none of the tokens given, `[1, kv_heads, T, head_dim]`, as its tier may hold them; or is held twice.
+    """The stored tokens of a row in tiers that are none of the given ones, `[1, kv_heads, T, head_dim]`, after their tier's
+    encoding, or that are stored twice.
 
-    Where a token should be depends on attention: test_importance knows. Here each one held is found among those given, by
-    its position where the tier keeps it, elsewhere by what it looks like.
+    The right tier of a token depends on attention, which test_importance tests. Here each stored token is identified among the
+    given ones, by its position if the tier stores it, else as the nearest one.
     """
     held, at = oracle.held_by(store, row), 0
     if store.plan.kinds < len(store.tiers):
@@ -138,21 +140,21 @@ def odd_in_tiers(store: Any, row: int, keys: Tensor, values: Tensor) -> str:
 
 
 def odd_in_segments(store: Any, row: int, held: oracle.Held, keys: Tensor, values: Tensor) -> str:
-    """What of a row is not what its segments make of the tokens given: of each chunk the tokens that a tier holds, encoded
-    together once more. They are found by position or by what they look like; the last tier has those that no other has."""
+    """The stored tokens of a row in segments that differ from the given ones: for each chunk the tokens of a tier are encoded
+    together again. They are identified by position or as the nearest ones; the last tier has the tokens that no other tier has."""
     tiering, prompt, length = store.plan.tiering, store.sequences.prompt(row), keys.shape[2]
     found, given = torch.cat([held.keys, held.values], 2), torch.cat([keys, values], 3)[0].double()
     ends = store.counts(row)
     used = [
         sum(ends[:number]) for number in range(len(ends))
-    ]  # where each tier begins, and then how far it was checked
+    ]  # the first slot of each tier that has not been checked yet
     start = 0
     while start < tiering.encoded(length, prompt):
         chunk, owners = tiering.chunk_of(start, prompt), []
         for number, count in enumerate(tiering.counts(len(chunk)), tiering.separate_prompt_tiers if start else 0):
             part = slice(used[number], used[number] + count)
             used[number] += count
-            if number % store.plan.kinds == store.plan.kinds - 1:  # who is nowhere else; few bits look like a neighbour
+            if number % store.plan.kinds == store.plan.kinds - 1:  # those in no other tier: few bits identify no token
                 others = torch.cat([torch.zeros(store.heads, 0, dtype=torch.int64), *owners], 1) - chunk.start
                 mine = torch.ones(store.heads, len(chunk), dtype=torch.bool).scatter_(1, others, False)
                 if mine.sum() != mine.shape[0] * count:
@@ -179,9 +181,9 @@ def odd_in_segments(store: Any, row: int, held: oracle.Held, keys: Tensor, value
 def distances(
     store: Any, row: int, number: int, found: Tensor, owner: Tensor, keys: Tensor, values: Tensor
 ) -> tuple[Tensor, float]:
-    """How far the tokens `found [kv_heads, n, D]` in a tier are from what it makes of those at `owner [kv_heads, n]`, encoded
-    together, `[kv_heads, n]`; and how far they may be."""
-    # Some of what tokens share is measured over the chunk that they were chosen from.
+    """The distances `[kv_heads, n]` of a tier's tokens `found [kv_heads, n, D]` from the given tokens at `owner [kv_heads, n]`,
+    encoded together by the tier and decoded; and the allowed distance."""
+    # Some shared parameters are measured over the whole chunk from which the tokens were chosen.
     chunk, tier = store.plan.tiering.chunk_of(int(owner.min()), store.sequences.prompt(row)), store.tiers[number]
     of_chunk = (x[:, :, chunk.start : chunk.stop] for x in (keys, values))
     block = tier.encode([row], *of_chunk, owner[None], owner[None] - chunk.start)
@@ -190,7 +192,7 @@ def distances(
 
 
 def odd_slots(store: Any, row: int, number: int, found: Tensor, owner: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """(head, slot) of those that are too far."""
+    """(head, slot) of the tokens whose distance is too large."""
     off, most = distances(store, row, number, found, owner, keys, values)
     return (off > most).nonzero()
 
@@ -198,10 +200,10 @@ def odd_slots(store: Any, row: int, number: int, found: Tensor, owner: Tensor, k
 def told_apart(
     store: Any, row: int, number: int, found: Tensor, owner: Tensor, chunk: range, keys: Tensor, values: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """`owner` with another token at the slot of each head that is farthest off, where one between its neighbours fits; and the
-    slots that are odd then.
+    """Correct a wrong identification: at each head's slot with the largest distance, `owner` gets another token between its
+    neighbours, if one fits. Returns the new `owner` and the slots that are still too far.
 
-    Where the same word stands twice, its keys differ by little but the rotation, and what is stored may look like either.
+    If a word occurs twice, its keys differ little but for the rotation, and a stored token may be as near to either.
     """
     off, most = distances(store, row, number, found, owner, keys, values)
     for head in (off.amax(1) > most).nonzero()[:, 0].tolist():
@@ -216,8 +218,8 @@ def told_apart(
 
 
 def rising(distance: Tensor) -> Tensor:
-    """The least distant tokens of all in rising order, int64 `[n]`, for the slots of `distance [n, T]`: slots of a chunk hold
-    its tokens in their order, which tells apart tokens that look alike."""
+    """The tokens with the smallest total distance for the slots of `distance [n, T]`, int64 `[n]`, in strictly rising order: slots
+    hold the tokens of a chunk in order, which helps to identify similar tokens."""
     best, choices = distance.new_zeros(distance.shape[1] + 1), []
     for own in distance:
         best, choice = torch.cummin(best[:-1] + own, 0)
@@ -231,16 +233,16 @@ def rising(distance: Tensor) -> Tensor:
 
 
 def repeated(owners: Tensor, given: tuple[Tensor, ...]) -> bool:
-    """Whether of some tokens, by number `owners [n]`, more are held than were given: `[T, D]` as each tier encodes them.
+    """Whether a token is stored more often than it was given. `owners [n]` are the tokens' numbers, `given` the tokens `[T, D]` as
+    each tier encodes them.
 
-    Tokens that look alike to one of the tiers (padding that a row ended in, close neighbours at few bits) are counted
-    together.
+    Tokens that some tier encodes alike (padding at the end of a row, similar ones at few bits) are counted together.
     """
     if len(owners.unique()) == len(owners):
         return False
     label, before = torch.arange(len(given[0])), None
     groups = [tier.unique(dim=0, return_inverse=True)[1] for tier in given]
-    while before is None or not torch.equal(label, before):  # some are alike by way of others
+    while before is None or not torch.equal(label, before):  # until groups that share a token are joined
         before = label
         for group in groups:
             label = label.scatter_reduce(0, group, label, "amin", include_self=False)[group]
@@ -249,14 +251,15 @@ def repeated(owners: Tensor, given: tuple[Tensor, ...]) -> bool:
 
 
 def paths(store: TieredStore, number: int) -> list[tuple[int, ...]]:
-    """Tiers that a token may have gone through to tier `number`; none to the window behind the last."""
+    """The sequences of tiers through which a token may have come to tier `number`; an empty one for the window."""
     if number == len(store.tiers):
         return [()]
     return [(number,), (0, number)] if number and isinstance(store.plan.tiering, HeavyHitterBudget) else [(number,)]
 
 
 def given_to(store: TieredStore, row: int, path: tuple[int, ...], keys: Tensor, values: Tensor) -> Tensor:
-    """Tokens of a row as they come out of one tier after the other: keys and values, float64 `[kv_heads, T, 2 head_dim]`."""
+    """The given tokens of a row, encoded and decoded by each tier of `path`: keys and values, float64 `[kv_heads, T, 2
+    head_dim]`."""
     cos_sin = None
     if store.plan.before_rope and path:
         cos_sin = store.context.rotation.along(0, keys.shape[2], keys.device)
@@ -266,7 +269,7 @@ def given_to(store: TieredStore, row: int, path: tuple[int, ...], keys: Tensor, 
         tier, own = store.tiers[number], [keys[:, :, whole], values[:, :, whole]]
         positions = torch.arange(own[0].shape[2]).expand(keys.shape[0], keys.shape[1], -1)
         decoded = tier.decode([row], tier.encode([row], *own, positions))
-        # What is in no whole group lies in no tier: it stays as it was given, and nobody looks for it there.
+        # Tokens outside whole groups are in no tier: they stay as given, and are not compared.
         keys, values = (
             torch.cat([x[:, :, : whole.start], y, x[:, :, whole.stop :]], 2)
             for x, y in zip((keys, values), decoded, strict=True)
@@ -277,8 +280,8 @@ def given_to(store: TieredStore, row: int, path: tuple[int, ...], keys: Tensor, 
 
 
 def whole_groups(store: TieredStore, length: int) -> slice:
-    """Of a row of `length` tokens those that tiers may hold: all; of one that takes tokens in groups, the whole groups behind its
-    sinks."""
+    """The tokens of a row of `length` tokens that tiers may hold: all; or, if a tier takes tokens in groups, the whole groups after
+    the sinks."""
     first, group = store.plan.tiering.slots_from, store.plan.tiering.multiple
     if first is None or group == 1:
         return slice(0, length)
@@ -286,16 +289,16 @@ def whole_groups(store: TieredStore, length: int) -> slice:
 
 
 def likest(found: Tensor, choice: Tensor) -> Tensor:
-    """Which of the tokens `choice [kv_heads, T, D]` each one of `found [kv_heads, n, D]` is: int64 `[kv_heads, n]`.
+    """The index of the token of `choice [kv_heads, T, D]` nearest to each of `found [kv_heads, n, D]`: int64 `[kv_heads, n]`.
 
-    By eight random projections of both: whoever is the same is nearest in those.
+    Distances are those of eight random projections, in which equal tokens are nearest too.
     """
     projection = torch.randn(found.shape[2], 8, generator=torch.Generator().manual_seed(1), dtype=found.dtype)
     return torch.cdist(found @ projection, choice @ projection, p=1).argmin(2)
 
 
 def listen(told: Any, name: str, also: Any) -> None:
-    """From now on `also` is called with whatever the method `name` of `told` is called with."""
+    """Replace the method `name` of `told` by one that first calls `also` with the same arguments."""
     original = getattr(told, name)
 
     def both(*arguments: Any, **options: Any) -> Any:

@@ -1,7 +1,7 @@
-"""The table of modes: every way `generate()` and plain forwards can use a cache, each as one function of a bench.
+"""The table of modes: ways in which `generate()` and plain forwards use a cache, each as a function of a `Bench`.
 
-A mode opens its caches at the bench, generates, checks what only it can know, and returns what a caller would get:
-named tensors, token sequences or floats. It never asks what kind of cache it was given.
+A mode opens its caches by the bench, generates, makes checks of its own, and returns the caller's results as named tensors: token
+sequences or floats. It does not depend on the kind of cache.
 """
 
 from collections.abc import Callable
@@ -14,8 +14,8 @@ from toy_models import VOCABULARY, left_padded
 from transformers import Cache, PreTrainedModel
 from transformers.generation import BaseStreamer
 
-NEW = 16  # tokens that a mode generates; more than half a window, so that blocks close while decoding
-# Longer than the widest sliding window, on both sides of a page's border, no two rows alike.
+NEW = 16  # tokens that a mode generates; more than half a window, so that blocks are completed while decoding
+# Lengths of prompts: longer than the widest sliding window, on both sides of a page's end, all different.
 ONE, TWO, THREE = [600], [645, 530], [575, 641, 502]
 
 Inputs = dict[str, Tensor]
@@ -24,7 +24,7 @@ Outcome = dict[str, Tensor]
 
 @dataclass
 class Bench:
-    """A model, its draft model, and where caches come from. `calls` are the columns of each of the model's forwards."""
+    """A model, its draft model, and a function that opens caches. `calls` are the columns of each of the model's forwards."""
 
     model: PreTrainedModel
     draft: PreTrainedModel
@@ -32,9 +32,9 @@ class Bench:
     calls: list[int]
 
     def generate(self, inputs: Inputs, cache: Cache | None = None, **options: Any) -> Any:
-        """`model.generate` through `cache` or a new one: greedy, NEW tokens; `options` override."""
+        """Run `model.generate` with `cache` or a new one: greedy, NEW tokens; `options` override these settings."""
         settings = {"max_new_tokens": NEW, "do_sample": False, "return_dict_in_generate": True, **options}
-        # `is None`: an empty cache is false.
+        # `is None`, because an empty cache is falsy.
         return self.model.generate(**inputs, past_key_values=self.open_cache() if cache is None else cache, **settings)
 
 
@@ -47,7 +47,7 @@ def greedy_ragged(bench: Bench) -> Outcome:
 
 
 def early_end(bench: Bench) -> Outcome:
-    """Rows end at different steps: the end token is the one that a first run showed farthest apart."""
+    """Rows end at different steps: of the tokens of a first run, that one is the end token whose first occurrences differ most."""
     inputs = left_padded(THREE)
 
     def ends(tokens: Tensor, end: int) -> list[int]:
@@ -106,7 +106,7 @@ def chunked_by_hand(bench: Bench) -> Outcome:
 
 
 def turns(bench: Bench) -> Outcome:
-    """Three turns on one cache; the second and the third are ragged, so their padding lies inside the rows."""
+    """Three turns with one cache; prompts of the second and third have unequal lengths, so rows have padding inside."""
     inputs, cache = left_padded(TWO), bench.open_cache()
     tokens, mask = bench.generate(inputs, cache, max_new_tokens=7).sequences, inputs["attention_mask"]
     for turn, lengths in enumerate(([9, 40], [33, 1])):
@@ -118,7 +118,7 @@ def turns(bench: Bench) -> Outcome:
 
 
 def prompt_lookup(bench: Bench) -> Outcome:
-    """Drafts from the prompt: it repeats itself, so that drafts are found from the first forward on."""
+    """Drafts from the prompt, which repeats itself, so that drafts are found from the first forward on."""
     text = left_padded([max(ONE) // 4])["input_ids"].repeat(1, 4)
     inputs = {"input_ids": text, "attention_mask": torch.ones_like(text)}
     return drafted(bench, bench.generate(inputs, prompt_lookup_num_tokens=5, max_new_tokens=2 * NEW).sequences)
@@ -136,15 +136,15 @@ def assisted_sampling(bench: Bench) -> Outcome:
 
 
 def drafted(bench: Bench, tokens: Tensor) -> Outcome:
-    """The outcome of a mode with drafts; `drafts` are those accepted and those tried."""
-    # A forward has one column that is no draft, and ends in one token that was none.
+    """The outcome of a mode with drafts; `drafts` are the numbers of accepted and of tried ones."""
+    # Every forward has one column that is no draft, and generates one token that was no draft.
     tried, accepted = sum(bench.calls) - max(ONE) + 1 - len(bench.calls), 2 * NEW - len(bench.calls)
     assert tried > 0, "no draft was tried"
     return {"tokens": tokens, "drafts": torch.tensor([accepted, tried])}
 
 
 class Heard(BaseStreamer):
-    """Keeps what a streamer is given."""
+    """A streamer that keeps all tokens it is given."""
 
     def __init__(self) -> None:
         self.parts: list[Tensor] = []
@@ -166,11 +166,11 @@ def streamer(bench: Bench) -> Outcome:
 
 
 def outputs(bench: Bench) -> Outcome:
-    """Everything a caller can ask to see of each step but attention weights, which are refused."""
+    """All outputs of each step that a caller can request, except attention weights, which are refused."""
     found = bench.generate(left_padded(TWO), output_scores=True, output_logits=True, output_hidden_states=True)
     assert len(found.scores) == len(found.logits) == len(found.hidden_states) == NEW
     assert found.logits[0].shape == (2, VOCABULARY) and len(found.hidden_states[0]) == 3
-    # Of the prompt's columns the newest alone: the others may be padding.
+    # Only the last of the prompt's columns: the others may be padding.
     last = [torch.stack([state[:, -1] for state in step]) for step in found.hidden_states]
     return {
         "tokens": found.sequences,

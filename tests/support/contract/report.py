@@ -18,7 +18,7 @@ COMMAND = "make contract"
 
 @dataclass(frozen=True)
 class CellReport:
-    """A cell that ran: whether it passed, its names, and its result where it has one."""
+    """A cell that ran: whether it passed, its entries, and its result if it has one."""
 
     passed: bool
     cell: dict[str, str]
@@ -32,7 +32,7 @@ class CellReport:
 
 
 def report(cells: list[CellReport]) -> str:
-    """The document; cells that did not run are said to be missing."""
+    """The report as Markdown; cells that did not run are empty and counted."""
     parts = ["# The cache contract", introduction(cells)]
     for architecture in ARCHITECTURES:
         query, kv, head_dim = architecture.heads
@@ -60,7 +60,7 @@ difference below the tolerance turns round."""
 
 
 def introduction(cells: list[CellReport]) -> str:
-    """What a cell is, the totals, the versions."""
+    """The introduction: the meaning of a cell, totals, versions."""
     passed = [seen.result for seen in cells if seen.passed and seen.result]
     shares = [seen.result["share"] for seen in cells if seen.result and limited(seen.cell)]
     tried, accepted = (sum(result["drafts"][part] for result in passed) for part in (0, 1))
@@ -80,19 +80,19 @@ def introduction(cells: list[CellReport]) -> str:
 
 
 def limited(cell: dict[str, str]) -> bool:
-    """Whether a cell's bytes have a limit."""
+    """Whether the contract limits the bytes of a cell."""
     return cell["method"] != "full" and math.isfinite(allowed(Cell(cell["method"], cell["mode"], cell["architecture"])))
 
 
 def worst(cells: list[CellReport], dtype: torch.dtype) -> str:
-    """The largest difference of a model's dtype, and what is allowed."""
+    """A line with the largest difference in models of this dtype, and the tolerance."""
     name = str(dtype).removeprefix("torch.")
     found = [seen.result["worst"] for seen in cells if seen.result and seen.cell["dtype"] == name]
     return f"Largest difference in {name}: {max(found, default=0):.1e}, allowed {FORWARD[dtype]:.1e}."
 
 
 def table(entry: str, rows: list[str], cells: list[CellReport]) -> str:
-    """`rows` are the values of `entry` and methods the columns."""
+    """A Markdown table of cells: rows are the values `rows` of `entry`, columns are methods."""
     found = {(seen.cell[entry], seen.cell["method"]): str(seen) for seen in cells}
     lines = [f"| {entry} | {' | '.join(METHODS)} |", f"|---|{'---|' * len(METHODS)}"]
     lines += [f"| {row} | {' | '.join(found.get((row, method), '') for method in METHODS)} |" for row in rows]

@@ -1,14 +1,14 @@
-"""The oracle of a whole forward: decode what the cache holds, then run the model on it in float64.
+"""The oracle of a whole forward: decode the cache's stored tokens, then run the model on them in float64.
 
-A `Shadow` is a float64 twin of a model with transformers' own attention. Before each forward through a compressed cache
-it decodes the cache (`oracle.held_tokens`: the formulas, none of the kernels), lays every row's tokens out in the columns
-where the padding mask is 1, and answers the same inputs. Padding, and tokens that a sliding window has left behind, are
-garbage that only a mask keeps out. Each forward starts from what is stored now, so no error is carried along. Where a
-forward itself chooses what comes from the host, the shadow answers when it is done, and takes that choice as it is.
+A `Shadow` is a float64 copy of a model with transformers' own attention. Before each forward with a compressed cache it decodes the
+cache (`oracle.held_tokens`: from the formulas, without kernels), puts every row's tokens into the columns where the padding mask is
+1, and runs the same inputs. Padding, and tokens that a sliding window has dropped, are GARBAGE that only a mask keeps out. Each
+forward starts from the tokens stored now, so errors do not accumulate. If a forward itself chooses tokens to fetch from the host,
+the shadow runs after it, with the same choice.
 
-Tokens of tiers lie in any order and some are gone. Keys carry their positions, so it does not matter in which columns
-they lie: they take the row's first, and a mask for that layer alone hides the others. Under a sliding window it matters
-which ones they are: then the mask goes by the positions that the tiers keep.
+Tokens in tiers are in any order, and some are evicted. Keys have their positions in them (RoPE), so their columns do not matter:
+they are put into the row's first columns, and a mask for that layer alone hides the others. With a sliding window this mask uses
+the positions that the tiers store.
 """
 
 import copy
@@ -33,7 +33,7 @@ SOFT_CAPPED = "float64_soft_capped"
 
 
 class Shadow:
-    """The float64 twin of `model`; made before any cache is attached to the model."""
+    """The float64 copy of `model`; create it before any cache is attached to the model."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.twin = copy.deepcopy(model).double()
@@ -43,15 +43,15 @@ class Shadow:
             self.twin.set_attn_implementation(SOFT_CAPPED)
         layers = DynamicCache(config=model.config).layers
         slides = [layer.sliding_window for layer in layers if isinstance(layer, DynamicSlidingWindowLayer)]
-        # Where every layer slides they are compressed, and the window counts a row's tokens, not the columns between.
+        # If all layers slide they are compressed, and the window counts a row's tokens, without padding between them.
         self.sliding = slides[0] if len(slides) == len(layers) else None
-        self._first: dict[str, CausalLMOutputWithPast] = {}  # answers to prompts: the same for every method
+        self._first: dict[str, CausalLMOutputWithPast] = {}  # outputs for prompts, which are the same for every method
 
     def asked(
         self, cache: CompressedCache, inputs: dict[str, Any], speculative: bool
     ) -> Callable[[], CausalLMOutputWithPast]:
-        """A forward is about to bring the keyword arguments `inputs`, and a `speculative` beside them: what is returned says,
-        once it is done, what the model should have answered to them."""
+        """Call this before a forward with the keyword arguments `inputs` (and, if `speculative`, a further speculative token); call
+        the returned function after the forward: it gives the expected output for `inputs`."""
         forward = self._forward(cache, inputs, speculative)
         if cache.get_seq_length():
             return forward
@@ -78,7 +78,7 @@ class Shadow:
             assert real[:, :held].sum(1).tolist() == cache.sequences.lengths, (
                 "the cache holds other tokens than the mask shows"
             )
-        # Not what is left in the mask of what is held.
+        # The model's default positions; they do not follow from the mask.
         own.setdefault("position_ids", torch.arange(held, held + width)[None])
         before = {
             number: [Moment(layer, row) for row in range(rows)]
@@ -107,18 +107,18 @@ class Shadow:
     def _layer(self, layer: Any) -> DynamicLayer:
         if isinstance(layer, CompressedLayer):
             return DynamicLayer()
-        past = copy.copy(layer)  # a layer that slides beside full ones stays as transformers keeps it
+        past = copy.copy(layer)  # a sliding layer beside full ones is not compressed
         if layer.is_initialized:
             past.keys, past.values = layer.keys.double(), layer.values.double()
         past.record_past = False
         return past
 
     def _seen(self, real: Tensor, width: int, held: Tensor | None = None) -> Tensor:
-        """bool `[rows, heads or 1, width, columns]`: the tokens of the row itself, the last `sliding` of them where all
-        layers slide, and each query's own column.
+        """The attention mask, bool `[rows, heads or 1, width, columns]`: the row's tokens up to each query (if all layers slide,
+        the last `sliding` of them), and each query's own column.
 
-        `held [rows, heads or 1, columns]` are positions of the tokens in the columns before the forward's own, -1 where none
-        lies; without it they lie in order.
+        `held [rows, heads or 1, columns]` are the positions of the tokens in the columns before the forward's own, -1 for an empty
+        column; without it they are in order.
         """
         position, columns = real.cumsum(1) - 1, torch.arange(real.shape[1])
         query, key = position[:, None, -width:, None], position.masked_fill(~real, -1)[:, None]
@@ -132,7 +132,7 @@ class Shadow:
 
     @contextmanager
     def _masks_of(self, laid: "dict[int, Columns]", real: Tensor, width: int) -> Iterator[None]:
-        """While open, layers whose tokens do not lie in order attend under masks of their own."""
+        """A context in which layers whose tokens are not in order use attention masks of their own."""
         config, hooks = self.twin.config, []
         for part in self.twin.modules():
             columns = laid.get(getattr(part, "layer_idx", -1))
@@ -153,8 +153,8 @@ class Shadow:
 
 
 class Columns(NamedTuple):
-    """A layer's tokens in the columns seen so far: `keys`, `values [rows, kv_heads, columns, D]` float64, GARBAGE where none
-    lies; and of tiers the `positions [rows, kv_heads, columns]` of those tokens, -1 where none lies, 0 where none is kept."""
+    """A layer's tokens in columns: `keys` and `values [rows, kv_heads, columns, D]`, float64, GARBAGE in empty columns; and of
+    tiers the `positions [rows, kv_heads, columns]`, -1 for an empty column, 0 if the tiers do not know positions."""
 
     keys: Tensor
     values: Tensor
@@ -162,7 +162,7 @@ class Columns(NamedTuple):
 
 
 def laid_out(rows: list[Held], real: Tensor) -> Columns:
-    """What the `rows` of a layer hold, in the columns where `real [rows, columns]` is True."""
+    """Put the tokens of a layer's `rows` into the columns where `real [rows, columns]` is True."""
     keys, values, positions = [], [], []
     for held, own in zip(rows, real, strict=True):
         at = own.nonzero()[: held.keys.shape[1], 0]
@@ -176,7 +176,7 @@ def laid_out(rows: list[Held], real: Tensor) -> Columns:
 
 
 def in_order(positions: Tensor) -> bool:
-    """Whether every token `positions [kv_heads, T]` lies where it stands."""
+    """Whether `positions [kv_heads, T]` are 0 ... T - 1 in every head."""
     return torch.equal(positions, torch.arange(positions.shape[1]).expand(positions.shape))
 
 
@@ -190,11 +190,11 @@ def soft_capped(
     softcap: float,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention with a soft cap in the dtype of the query; transformers' own rounds the softmax to float32."""
+    """Attention with a soft cap in the dtype of the query; transformers' own computes the softmax in float32."""
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     scores = torch.tanh(query @ key.mT * scaling / softcap) * softcap
     seen = torch.ones_like(scores, dtype=torch.bool).tril(scores.shape[3] - scores.shape[2])
-    # Finite, so that a padded query, which sees nothing, does not become NaN.
+    # Finite, so that the output of a padded query, which attends to nothing, is not NaN.
     scores = scores.masked_fill(~(seen if attention_mask is None else attention_mask), -1e300)
     return (scores.softmax(-1) @ value).transpose(1, 2).contiguous(), None

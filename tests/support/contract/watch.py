@@ -1,4 +1,4 @@
-"""Watching a model generate: every forward's logits are kept, compared with the shadow's, and perhaps replaced by them."""
+"""Records the logits of every forward while a model generates, compares them with the shadow's, and may replace them by these."""
 
 import functools
 from collections.abc import Iterator
@@ -18,12 +18,12 @@ from calib.runtime.cache_argument import cache_in
 
 @dataclass
 class Watched:
-    """What was seen of one run.
+    """The record of one run.
 
     Attributes:
         inputs: `input_ids` of every forward.
         widths: columns of every forward.
-        logits: logits of every forward, `[real columns kept, vocabulary]`, as the run went on with them.
+        logits: logits of every forward with which the run continued, `[kept columns without padding, vocabulary]`.
         masks: the padding mask of each cache's last forward.
         worst: the largest difference from the shadow's logits, divided by the shadow's largest logit of that forward.
     """
@@ -35,7 +35,7 @@ class Watched:
     worst: float = 0.0
 
     def parting(self, other: "Watched") -> int:
-        """The first forward whose inputs are not those of `other`; the number of forwards where all are."""
+        """The number of the first forward whose inputs differ from those of `other`; if none does, the number of forwards."""
         same = [torch.equal(*pair) for pair in zip(self.inputs, other.inputs, strict=False)]
         return same.index(False) if False in same else len(same)
 
@@ -44,10 +44,10 @@ class Watched:
 def watching(
     model: PreTrainedModel, shadow: Shadow | None, answers: bool = False, given: list[Tensor] | None = None
 ) -> Iterator[Watched]:
-    """Forwards of `model` through a cache are seen while this is open.
+    """A context that records all forwards of `model` with a cache.
 
-    With a `shadow`, those through a compressed cache are compared with it; where `answers` is set the caller goes on
-    with the shadow's answer, except that the first forwards go on with the logits `given`.
+    With a `shadow`, forwards with a compressed cache are compared with it; with `answers`, they return the shadow's output to the
+    caller. The first forwards return the logits `given`.
     """
     seen, original = Watched(), model.forward
 
@@ -55,7 +55,7 @@ def watching(
     def forward(**inputs: Any) -> CausalLMOutputWithPast:
         cache = cache_in(inputs)
         speculative = isinstance(cache, CompressedCache) and cache.sequences.speculating
-        # Before a speculative cache's first step there is a forward of a guess alone, which no caller sees.
+        # Before the first step of a speculative cache there is a forward of the speculative token alone, whose output is not used.
         if not isinstance(cache, Cache) or (speculative and inputs["input_ids"].shape[1] == 1):
             return original(**inputs)
         true = without_guess(inputs) if speculative else inputs
@@ -66,7 +66,7 @@ def watching(
         if answer is not None:
             expected = answer()
             seen.worst = max(seen.worst, difference(logits[real], expected.logits[real]))
-            if answers:  # a guess stays as it is
+            if answers:  # the output for a speculative token is not changed
                 logits.copy_(expected.logits)
                 for mine, other in zip(found.hidden_states or (), expected.hidden_states or (), strict=True):
                     mine[:, : other.shape[1]] = other
@@ -86,7 +86,7 @@ def watching(
 
 
 def without_guess(inputs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a forward as its caller gave them, without the guess behind each row."""
+    """The arguments of a forward without the speculative token at the end of each row."""
     true = dict(inputs)
     for name in ("input_ids", "attention_mask", "position_ids", "cache_position"):
         if isinstance(inputs.get(name), Tensor):
@@ -97,7 +97,7 @@ def without_guess(inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 def real_columns(inputs: dict[str, Any], kept: int) -> Tensor:
-    """bool `[rows, kept]`: which of the last `kept` columns of a forward are tokens and not padding."""
+    """Which of the last `kept` columns of a forward are no padding: bool `[rows, kept]`."""
     mask = inputs.get("attention_mask")
     if mask is None:
         return torch.ones(inputs["input_ids"].shape[0], kept, dtype=torch.bool)
@@ -105,7 +105,8 @@ def real_columns(inputs: dict[str, Any], kept: int) -> Tensor:
 
 
 def difference(found: Tensor, expected: Tensor) -> float:
-    """The largest difference relative to the largest expected value; NaN, which is larger than nothing, is refused."""
+    """The largest difference, relative to the largest expected value; asserts that both are finite, as NaN would compare as
+    small."""
     assert found.isfinite().all(), "the answer is not finite"
     assert expected.isfinite().all(), "the oracle's answer is not finite"
     return float((found.double() - expected.double()).abs().max() / expected.double().abs().max())
