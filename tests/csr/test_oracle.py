@@ -48,8 +48,7 @@ def test_a_pursuit_by_hand():
 
 
 def test_residuals():
-    """Norms of residuals never rise with more steps; in orthogonal pursuit they are orthogonal to every chosen atom, and
-    smaller."""
+    """Residuals never grow with more steps; in orthogonal pursuit they are smaller, and orthogonal to every chosen atom."""
     x, atoms = vectors(200, 16), unit(64, 16)
     found = {}
     for orthogonal in (False, True):
@@ -145,8 +144,7 @@ def test_rotation_is_multiplication_of_complex_numbers():
 
 
 def test_own_atoms_by_hand():
-    """Of five items four become atoms: the first two in the order of the draws, then the two with the largest errors of the
-    others."""
+    """Of five items four become atoms: the first two in the order of the draws, then the two others with the largest errors."""
     items = np.array([[3.0, 4], [0, 2], [5, 0], [7, 7], [1, 0]])
     draws = np.argsort([counter_hash(9, 1, 2, item) for item in range(5)])
     drawn, others = draws[:2], sorted(draws[2:])
@@ -162,8 +160,7 @@ def test_own_atoms_by_hand():
 
 
 def test_shares_of_both_samplings_by_hand():
-    """Share 0: all atoms are drawn. Share 1: the items with the largest errors under the atom (1, 0), and without atoms the
-    longest."""
+    """Share 0: all atoms are drawn. Share 1: the items with the largest errors under the atom (1, 0); without it, the longest."""
     items, where = np.array([[3.0, 4], [0, 2], [5, 1], [7, 3], [1, 0]]), (9, 1, "values")
     unit_of = (items / np.linalg.norm(items, axis=1, keepdims=True)).astype(np.float16)
     drawn = np.argsort([counter_hash(9, 1, 2, item) for item in range(5)])

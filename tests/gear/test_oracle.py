@@ -25,8 +25,7 @@ BACKBONES = {
 
 
 def test_a_channel_by_hand():
-    """Eight tokens of one channel: the outliers 9 and -3 are replaced by 3, the mean of the others; codes are the levels 0, 2, 4,
-    6."""
+    """Eight tokens of one channel: the outliers 9 and -3 are replaced by 3, the mean of the others; the levels are 0, 2, 4, 6."""
     x = np.array([0, 9, 6, 2, 4, -3, 5, 1], dtype=float)[None, :, None]
     spec = replace(Spec.of("gear", bits=2, rank=0), outliers=0.25)
     segment = encode_segment(x, spec, "keys")

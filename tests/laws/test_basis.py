@@ -1,5 +1,4 @@
-"""The basis transform and the mixed-width codec of `klt`: codes that do not depend on the batch, exact folds, packing as
-specified."""
+"""Basis transform and mixed-width codec of `klt`: codes that do not depend on the batch, exact folds, packing as specified."""
 
 import re
 from dataclasses import replace
@@ -134,8 +133,7 @@ def test_a_token_has_the_same_codes_in_any_company(dtype, monkeypatch):
 
 
 def test_components_are_sums_of_whole_numbers():
-    """Components are float64 products of whole numbers below 2^53 in total, so they are exact and do not depend on the order of
-    sums."""
+    """Components are sums of whole numbers below 2^53, so they are exact and do not depend on the order of the sums."""
     x, transform = tokens(count=300), basis()
     whole = ((x - transform.mean) / transform.unit).round().long()
     exact = (whole @ transform.into.long()).double() * transform.scale.double()
@@ -144,8 +142,7 @@ def test_components_are_sums_of_whole_numbers():
 
 
 def near(found: torch.Tensor, wanted: torch.Tensor, terms: torch.Tensor) -> bool:
-    """Whether `found` differs from `wanted` by the rounding of float32 sums: 2^-19 of the largest of `terms`, sums of
-    magnitudes."""
+    """Whether `found` is `wanted` up to the rounding of float32 sums: 2^-19 of the largest of `terms`, sums of magnitudes."""
     return bool(((found.double() - wanted.double()).abs() <= 2**-19 * terms.double().abs().max()).all())
 
 

@@ -57,8 +57,7 @@ def test_a_clip_of_1_is_one_of_1_0():
 
 
 def test_codes_are_numbers_even_where_a_step_is_zero():
-    """Codes of a group with scale 0 are in 0 ... 3, not NaN: packing converts codes to integers, and NaN converts differently on
-    different machines."""
+    """Codes of a group with scale 0 are in 0 ... 3: NaN would be packed as different integers on different machines."""
     x = torch.full((1, 1, 4, 8), 3.0)
     for zero in (3.0, 2.99, 3.01):
         codes = quantise(x, torch.tensor([0.0, zero]).expand(1, 1, 4, 2), (1, 8), 2)

@@ -1,5 +1,4 @@
-"""Laws of `UniformQuant` and `Exact`, compared with a float64 oracle: codes, parameters, error bound, bytes, independence of
-rows."""
+"""Laws of `UniformQuant` and `Exact` against a float64 oracle: codes, parameters, error bound, bytes, independence of rows."""
 
 import numpy as np
 import oracle
@@ -56,8 +55,7 @@ def problems(draw):
 
 
 def stored_parameters(codec: UniformQuant, x: torch.Tensor, block) -> tuple[np.ndarray, np.ndarray]:
-    """Scale and zero point of every value in float64 `[..., tokens, channels]`, as stored; of a fixed range, as the codec keeps
-    them."""
+    """Scale and zero point of every value, float64 `[..., tokens, channels]`, as stored; of a fixed range, the codec's."""
     if codec.group is not None:
         return tuple(oracle.spread(part, *x.shape[-2:]) for part in oracle.scale_and_zero(block))
     clip = torch.as_tensor(codec.clip, dtype=torch.float32).double()

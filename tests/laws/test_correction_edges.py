@@ -1,5 +1,4 @@
-"""Edge cases of corrections: overflow of calibrated outliers, numbers near and beyond the end of float16, wrong shares and
-ranks."""
+"""Edge cases of corrections: overflow of calibrated outliers, numbers near and beyond float16's end, wrong shares and ranks."""
 
 import pytest
 import torch

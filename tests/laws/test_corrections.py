@@ -142,8 +142,7 @@ def test_what_takes_an_outliers_position(problem):
 
 
 def test_counts_are_what_was_written():
-    """A share of .58 of 100 entries is 29 at each end, though .29 * 100 < 29 in float64; at least 1 (if there are 2), at most
-    half."""
+    """A share of .58 of 100 entries is 29 at each end, though .29 * 100 < 29 in float64; at least 1, at most half of them."""
     assert Outliers(0.58, "tokens").count(100) == 29
     assert [Outliers(0.02, "tokens").count(length) for length in (1, 2, 3, 100, 199, 200)] == [0, 1, 1, 1, 1, 2]
     assert [Outliers(1, "tokens").count(length) for length in (1, 2, 3, 5)] == [0, 1, 1, 2]

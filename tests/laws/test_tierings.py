@@ -1,5 +1,4 @@
-"""Laws of the tierings: every token is in one tier or the window, counts depend on a row's lengths alone, and tiers never
-shrink."""
+"""Laws of the tierings: every token is in one tier or the window, counts depend on a row's lengths alone, no tier shrinks."""
 
 import math
 from dataclasses import replace

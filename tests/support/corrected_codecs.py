@@ -73,8 +73,7 @@ def thresholds(ranked: str, across: bool) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def all_outliers(share: float, of_rows: bool = True) -> list[Outliers | None]:
-    """None, and every form of outliers, ranked and with calibrated thresholds; with `of_rows` also those whose lists are of a
-    row."""
+    """None, and every form of outliers, ranked and with thresholds; with `of_rows` also those whose lists are of a row."""
     forms: list[Outliers | None] = [None]
     for ranked, across in FORMS:
         fill = "zero" if ranked == "matrix" else "mean"

@@ -15,8 +15,7 @@ REMEDY = ("calib fit", "name the", "flatten it", "permissions", "version of cali
 
 
 def refused(path, data: bytes | None = None) -> str:
-    """Assert that the file is refused with an ArtifactError of one line that begins with the path and says what to do; return
-    it."""
+    """Return the message with which the file is refused; asserts that it is one line with the path, and says what to do."""
     if data is not None:
         path.write_bytes(data)
     with pytest.raises(ArtifactError) as caught:

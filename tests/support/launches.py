@@ -1,5 +1,4 @@
-"""Records the kernel launches of launch functions, so that tests can count and compare them, with or without running the
-kernels."""
+"""Records kernel launches of the launch functions, to count and compare them, with or without running the kernels."""
 
 import importlib
 from collections import Counter

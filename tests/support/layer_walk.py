@@ -167,8 +167,7 @@ def sequence_states(cache: CompressedCache) -> list[tuple[SequenceState, int, Pa
 
 
 def pools_of(store: OrderedStore | TieredStore | OffloadStore) -> list[list[PagePool]]:
-    """The pools that share each page table: of an ordered store, keys and values; of a tiered one, each tier's, and those of row
-    parameters."""
+    """The pools of each page table: of an ordered store, keys and values; of a tiered one, each tier's and all row parameters."""
     if isinstance(store, OffloadStore):
         return pools_of(store.low) + pools_of(store.host)
     if isinstance(store, TieredStore):

@@ -38,8 +38,7 @@ class Words:
         return torch.tensor([2 ** (width + self.trellis) for width in self.widths]).repeat_interleave(max(self.counts))
 
     def drawn(self, count: int, draw: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-        """Random pages, int16 `[count, 1, PAGE, W]`, and their numbers, int64 `[count, H, PAGE, P * Wm]`, 0 for components without
-        a word."""
+        """Random pages, int16 `[count, 1, PAGE, W]`, and their numbers, int64 `[count, H, PAGE, P * Wm]`, 0 without a word."""
         levels = self.levels()
         codes = (torch.rand(count, len(self.counts), PAGE, len(levels), generator=draw) * levels).floor().long()
         if not self.trellis:

@@ -84,8 +84,7 @@ class Graphs:
 
 
 def measured(stream, tokens, query, fp32_params):
-    """The stream's transform, measured by the runtime on these first tokens, and its parameters by the names of the graphs'
-    inputs."""
+    """The stream's transform, measured by the runtime on these tokens, and its parameters by the graphs' names for them."""
     if not stream.measured:
         return stream.transform, {}
     transform = stream.transform.measure(tokens, query, torch.float32 if fp32_params else torch.float16)

@@ -50,8 +50,7 @@ def function(item: Any) -> str:
 
 
 def _sampled(items: list[Any]) -> list[Any]:
-    """The items of one function that a sample takes: `few` if all are marked `full` (about a second or more each), else
-    `in_turn`."""
+    """The items of one function for a sample: `few` if all are marked `full` (about a second or more each), else `in_turn`."""
     brief = all(item.get_closest_marker("full") for item in items) and not items[0].nodeid.startswith(WHOLE)
     return few(items) if brief else in_turn(items)
 
@@ -118,8 +117,7 @@ def _by_kind(items: list[Any]) -> dict[str | None, list[Any]]:
 
 
 def kind(item: Any) -> str | None:
-    """The kind of store of the item's case: of a parameter that is a case, a case's name, or has one as `method`. None without
-    one."""
+    """The kind of store of the item's case: a parameter that is a case, its name, or has it as `method`. None without a case."""
     params = item.callspec.params if hasattr(item, "callspec") else {}
     names = [name for value in params.values() if (name := _case_name(value)) is not None]
     return kinds()[names[0]] if names else None
@@ -133,8 +131,7 @@ def _case_name(value: Any) -> str | None:
 
 
 def _values(item: Any) -> set[str]:
-    """The item's parameter values other than the case, as texts; of a dataclass, every field and every entry of a field's
-    mapping."""
+    """The item's parameter values other than the case, as texts; of a dataclass, every field, and of a mapping every entry."""
     found = set()
     for name, value in item.callspec.params.items() if hasattr(item, "callspec") else ():
         if is_dataclass(value) and not isinstance(value, Case):

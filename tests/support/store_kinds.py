@@ -37,8 +37,7 @@ def _kind(case: Case, model: PreTrainedModel) -> str:
 
 
 def _last_codec(plan: Plan) -> object:
-    """The codec of the keys: of an offloaded cache, those of its device store; of tiers, those of the last, which has most
-    tokens."""
+    """The codec of the keys: in an offloaded cache, of its device store; with tiers, of the last, which has most tokens."""
     if isinstance(plan, OffloadPlan):
         return _last_codec(plan.low)
     return (plan.tiers[-1] if isinstance(plan, TieredPlan) else plan).keys.codec

@@ -8,8 +8,7 @@ KINDS = ("prefill", "first_token", "decode")
 
 
 def made_up():
-    """A document with every kind of row: a failed one, one that ran out of memory, a repeated baseline, a peer without a predicted
-    size."""
+    """A document with every kind of row: failed, out of memory, a repeated baseline, a peer without a predicted size."""
     cells = []
     for batch in BATCHES:
         for context in CONTEXTS:

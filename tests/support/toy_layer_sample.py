@@ -9,8 +9,7 @@ SHAPE = Shape(layers=2, heads=4, kv_heads=2, head_dim=32)
 
 
 def sample(batch=2, tokens=64, layer=0, seed=0, padding=(), window=None, softcap=None, spread=1.0) -> LayerSample:
-    """Random tokens; the logarithms of the channels' sizes have the deviation `spread`. The first `padding[row]` tokens of a row
-    are padding."""
+    """Random tokens; `spread` is the deviation of the logarithms of channels' sizes, `padding[row]` the padding of a row."""
     generator = torch.Generator().manual_seed(seed)
 
     def tensor(heads):

@@ -114,8 +114,7 @@ def request(text, name="one", **fields):
 
 
 def filled(one, text, pieces=None):
-    """Compute the text without stored tokens, in steps of `pieces` tokens, and close the engine, so that all is stored; return the
-    request."""
+    """Compute the text from nothing in steps of `pieces` tokens, and close the engine, which stores it; return the request."""
     own = request(text)
     assert one.engine.begin(own) == 0
     one.engine.run(own, pieces or [text.shape[2]])

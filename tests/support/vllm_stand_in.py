@@ -65,8 +65,7 @@ class SlidingWindowSpec:
 
 
 def cpu_attn_reshape_and_cache(key, value, key_cache, value_cache, slot_mapping, isa, **kwargs):
-    """Write keys and values into blocks in the layout for x86 processors: of each head, keys `[D, tokens]`, values `[tokens,
-    D]`."""
+    """Write keys and values into blocks laid out for x86 processors: of each head, keys `[D, tokens]`, values `[tokens, D]`."""
     heads, channels = key.shape[1:]
     for at, slot in enumerate(slot_mapping.tolist()):
         block, offset = divmod(slot, key_cache.shape[2])

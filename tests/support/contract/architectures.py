@@ -68,8 +68,7 @@ class Architecture:
 
 
 def perturbed(model: PreTrainedModel, noise: float) -> PreTrainedModel:
-    """A draft model: a copy with random offsets of `noise` x the deviation of each weight, so that some drafts are accepted, some
-    not."""
+    """A draft model: a copy with random offsets of `noise` x the deviation of each weight, so that some drafts are rejected."""
     draft = copy.deepcopy(model)
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():

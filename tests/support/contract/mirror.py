@@ -36,8 +36,7 @@ class Mirror:
         listen(cache, "crop", self.exact.crop)
 
     def check(self, mask: Tensor | None) -> None:
-        """Assert that the cache stores the recorded tokens and no others; `mask [rows, columns]` is the padding mask of its last
-        forward."""
+        """Assert that the cache stores the recorded tokens alone; `mask [rows, columns]` is its last forward's padding mask."""
         lengths = self.cache.sequences.lengths
         for number, (layer, given) in enumerate(zip(self.cache.compressed, self.exact.layers, strict=True)):
             real = torch.ones(given.keys.shape[0], given.keys.shape[2]) if mask is None else mask
@@ -98,8 +97,7 @@ def odd_in_order(store: Any, row: int, keys: Tensor, values: Tensor) -> str:
 
 
 def stored(stream: Any, tokens: Tensor) -> Tensor:
-    """The tokens `[1, kv_heads, T, head_dim]` as a stream should store them, float64: encoded ones encoded in one piece and
-    decoded."""
+    """The tokens `[1, kv_heads, T, head_dim]` as a stream should store them, float64; those in pages are encoded and decoded."""
     codec, transform = stream.plan.codec, stream.plan.transform
     packed = stream.plan.schedule.packed(tokens.shape[2])
     block = codec.encode(transform.forward(tokens[:, :, :packed]), stream.fp32_params)
@@ -258,8 +256,7 @@ def paths(store: TieredStore, number: int) -> list[tuple[int, ...]]:
 
 
 def given_to(store: TieredStore, row: int, path: tuple[int, ...], keys: Tensor, values: Tensor) -> Tensor:
-    """The given tokens of a row, encoded and decoded by each tier of `path`: keys and values, float64 `[kv_heads, T, 2
-    head_dim]`."""
+    """The given tokens, encoded and decoded by each tier of `path`: keys and values, float64 `[kv_heads, T, 2 head_dim]`."""
     cos_sin = None
     if store.plan.before_rope and path:
         cos_sin = store.context.rotation.along(0, keys.shape[2], keys.device)
@@ -280,8 +277,7 @@ def given_to(store: TieredStore, row: int, path: tuple[int, ...], keys: Tensor, 
 
 
 def whole_groups(store: TieredStore, length: int) -> slice:
-    """The tokens of a row of `length` tokens that tiers may hold: all; or, if a tier takes tokens in groups, the whole groups after
-    the sinks."""
+    """The tokens of a row of `length` that tiers may hold: all, or for tiers that take groups of tokens, whole groups after sinks."""
     first, group = store.plan.tiering.slots_from, store.plan.tiering.multiple
     if first is None or group == 1:
         return slice(0, length)

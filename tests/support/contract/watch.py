@@ -105,8 +105,7 @@ def real_columns(inputs: dict[str, Any], kept: int) -> Tensor:
 
 
 def difference(found: Tensor, expected: Tensor) -> float:
-    """The largest difference, relative to the largest expected value; asserts that both are finite, as NaN would compare as
-    small."""
+    """The largest difference, relative to the largest expected value; asserts that all numbers are finite."""
     assert found.isfinite().all(), "the answer is not finite"
     assert expected.isfinite().all(), "the oracle's answer is not finite"
     return float((found.double() - expected.double()).abs().max() / expected.double().abs().max())

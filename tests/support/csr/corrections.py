@@ -13,8 +13,7 @@ from importance.coding import decodings
 
 @dataclass(frozen=True)
 class Corrected:
-    """All x^ `[choices, D]` of one token and head that float32 may give, that of exact arithmetic first, and their rounding errors
-    `slack [D]`."""
+    """All x^ `[choices, D]` of one token and head that float32 may give, the exact one first, and rounding errors `slack [D]`."""
 
     choices: np.ndarray
     slack: np.ndarray
@@ -55,8 +54,7 @@ class Corrections:
         return filled(x, found, positions, form).reshape(y.shape), found.reshape(y.shape)
 
     def around(self, y: np.ndarray, kept: np.ndarray, outliers: np.ndarray, sparse: np.ndarray) -> Corrected:
-        """x^ of one token and head from `y`, `kept` (y with outliers replaced), the mask `outliers` and the sum of pairs `sparse`,
-        all `[D]`."""
+        """x^ of one token and head; `y`, `kept` (y with outliers replaced), the mask `outliers` and the sum of pairs are `[D]`."""
         found = sparse[None]
         if self.bits:
             left = np.where(outliers, 0, kept - sparse)

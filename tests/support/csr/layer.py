@@ -42,8 +42,7 @@ class Coded(LayerOracle):
             self.keys[head, token], self.values[head, token] = keys.approximation, values.approximation
 
     def settle(self, tier: int, head: int, keys: np.ndarray, values: np.ndarray) -> float:
-        """Compare a head's stored tokens with the oracle's; returns the largest error in tolerances, infinity if the counts
-        differ."""
+        """Compare a head's stored tokens with the oracle's: the largest error in tolerances, infinity if the counts differ."""
         tokens, given = self.tokens(tier)[head], np.concatenate([keys, values], -1).astype(np.float64)
         if len(tokens) != len(given):
             return math.inf
@@ -91,8 +90,7 @@ class CsrLayer(Coded):
 
 
 class CsrTiers(Coded, ZipCache):
-    """CSR with ZipCache's saliency tiers: a tier has a number of pairs instead of bits. The first chunk gives the dictionary of
-    all."""
+    """CSR with ZipCache's saliency tiers: a tier has a number of pairs instead of bits; all share the first chunk's dictionary."""
 
     def __init__(self, spec: Spec, coders: tuple[Coder, Coder], layer: int) -> None:
         assert spec.tiers is not None

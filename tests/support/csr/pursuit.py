@@ -25,8 +25,7 @@ PATHS = 1000  # most results of near-ties that are followed
 
 
 def pursue(x: np.ndarray, atoms: np.ndarray, steps: int, orthogonal: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Pursue `x [V, d]` with `atoms [N, d]`: index and coefficient, `[V, steps]` each. Of equal correlations the first is
-    chosen."""
+    """Pursue `x [V, d]` with `atoms [N, d]`: index and coefficient, `[V, steps]` each; of equal correlations, the first atom."""
     index, coefficient = np.zeros((len(x), steps), dtype=int), np.zeros((len(x), steps))
     residual, rows = x.copy(), np.arange(len(x))
     for step in range(steps):

@@ -4,8 +4,7 @@ import numpy as np
 
 
 def rotated(x: np.ndarray, positions: np.ndarray, frequencies: np.ndarray) -> np.ndarray:
-    """Rotate `x [..., n, D]` by `positions [n]`: channel pairs (i, i + r/2) of the first r channels by position x
-    `frequencies[i]`."""
+    """Rotate `x [..., n, D]` by `positions [n]`: channels (i, i + r/2) of the first r by position x `frequencies[i]`."""
     half = len(frequencies)
     angle = np.asarray(positions, dtype=np.float64)[..., None] * frequencies
     first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]

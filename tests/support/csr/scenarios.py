@@ -176,8 +176,7 @@ class Scenario:
 
 
 def dictionaries(model: Any, atoms: int, value_chunks: int, merged: bool = False, key_chunks: int = 1) -> Artifact:
-    """An artifact with random unit atoms, `atoms` for each KV head: a dictionary for each layer, or with `merged` one for all
-    layers."""
+    """An artifact with random unit atoms, `atoms` for each KV head: a dictionary for each layer, or with `merged` a shared one."""
     config, draw = model.config, torch.Generator().manual_seed(5)
     tensors = {}
     for stream, chunks in zip(STREAMS, (key_chunks, value_chunks), strict=True):
@@ -234,8 +233,7 @@ def check_stored(store: Any, row: int, oracle: CsrLayer | CsrTiers, where: str) 
 
 
 def stored_tiers(store: Any, row: int, tiers: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Decoded keys and values `[kv_heads, count, D]` of each tier; a tier's pools for the prompt and for later blocks are
-    joined."""
+    """Decoded keys and values `[kv_heads, count, D]` of each tier, its pools for the prompt and for later blocks joined."""
     found = [[part.double().numpy() for part in both] for both in store.decoded(row)]
     return [
         (np.concatenate([k for k, _ in found[tier::tiers]], 1), np.concatenate([v for _, v in found[tier::tiers]], 1))

@@ -23,8 +23,7 @@ class GearLayer(LayerOracle):
         statistics: Mapping[str, Mapping[str, Any]] | None = None,
         dtype: type = np.float64,
     ) -> None:
-        """`statistics["keys"]` and `["values"]` may have calibrated `thresholds`, a `basis` or both, as `encode_segment` takes
-        them."""
+        """`statistics["keys"]` and `["values"]` may have calibrated `thresholds` and a `basis`, as `encode_segment` takes them."""
         super().__init__([spec.bits])
         self.spec, self.layer, self.dtype = spec, layer, dtype
         self.statistics = statistics or {"keys": {}, "values": {}}
@@ -45,8 +44,7 @@ class GearLayer(LayerOracle):
         return max(self.prompt // grain * grain, self.spec.block)
 
     def attend(self, query: np.ndarray, before: int) -> np.ndarray:
-        """Attention as in `LayerOracle`; also sets `slack` from rounding of the stored numbers: of keys through the logits, of
-        values directly."""
+        """Attention as in `LayerOracle`; also sets `slack` from the rounding of stored keys (through logits) and values."""
         weights = super().attend(query, before)
         new = ((0, 0), (0, self.length - self.units[0].shape[1]), (0, 0)) if before else None
         self.units = [np.pad(unit, new) if new else np.zeros_like(self.keys) for unit in self.units]

@@ -104,8 +104,7 @@ class ZipCache(LayerOracle):
         return start
 
     def chosen_tokens(self, start: int) -> list[tuple[int, list[np.ndarray]]]:
-        """The tiers of a chunk that starts at `start`: a tier's number and each head's tokens in rising order; none for an empty
-        tier."""
+        """The non-empty tiers of a chunk that starts at `start`: a tier's number, and each head's tokens in rising order."""
         found, taken, size = [], 0, self.saliency.shape[1]
         for number, share in enumerate(self.shares):
             last = number == self.tiers - 1

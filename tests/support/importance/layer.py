@@ -32,8 +32,7 @@ class LayerOracle:
         self.pending: dict[tuple[int, int], np.ndarray] = {}
 
     def forward(self, query: np.ndarray, keys: np.ndarray, values: np.ndarray) -> np.ndarray:
-        """Return the outputs `[heads, n, D]` of `query [heads, n, D]`, `keys` and `values [kv_heads, n, D]`; then store the new
-        tokens."""
+        """Outputs `[heads, n, D]` of `query [heads, n, D]`, `keys`, `values [kv_heads, n, D]`; then stores the new tokens."""
         query, keys, values = (np.asarray(part, dtype=np.float64) for part in (query, keys, values))
         if not self.prompt:
             self.prompt, self.group = keys.shape[1], len(query) // len(keys)
@@ -54,8 +53,7 @@ class LayerOracle:
         return self.tier.shape[1]
 
     def attend(self, query: np.ndarray, before: int) -> np.ndarray:
-        """Attention probabilities `[heads, n, tokens]` of the queries at positions from `before` on, over all tokens not
-        evicted."""
+        """Attention probabilities `[heads, n, tokens]` of the queries from position `before` on, over all tokens not evicted."""
         logits = self.logits(query, before)
         unseen = np.arange(self.length) > before + np.arange(query.shape[1])[:, None]
         logits[unseen | (self.tier == EVICTED).repeat(self.group, 0)[:, None]] = -np.inf
@@ -93,8 +91,7 @@ class LayerOracle:
         return near
 
     def put(self, tier: int, head: int, tokens: np.ndarray, keys: np.ndarray, values: np.ndarray) -> None:
-        """Store `tokens [n]` of a head in a tier, as the first of `keys` and `values [choices, n, D]`; the others stay
-        `pending`."""
+        """Store `tokens [n]` of a head in a tier as the first of `keys`, `values [choices, n, D]`; all choices stay `pending`."""
         self.tier[head, tokens] = tier
         self.keys[head, tokens], self.values[head, tokens] = keys[0], values[0]
         choices = max(len(keys), len(values))

@@ -42,8 +42,7 @@ class Policy:
         return sorted(probe_rows(self.probes, self.share, count, lambda token: counter_hash(self.seed, 0, 0, token)))
 
     def observe(self, mass: np.ndarray, before: int, heavy: int, recent: int) -> np.ndarray:
-        """Scores `[kv_heads, tokens]` after a forward whose queries from `before` on have attention `mass [kv_heads, n,
-        tokens]`."""
+        """Scores `[kv_heads, tokens]` after a forward of queries from `before` on with attention `mass [kv_heads, n, tokens]`."""
         heads, new, total = mass.shape
         position = np.arange(total)
         rows = list(range(new)) if before else self.counted(new)

@@ -1,5 +1,4 @@
-"""Float64 oracles of one row of one layer under offloading; after a choice that float32 may make differently they follow the
-cache."""
+"""Float64 oracles of one row of one layer under offloading; they adopt the cache's choices where float32 may choose differently."""
 
 import copy
 from dataclasses import dataclass, field
@@ -17,16 +16,14 @@ LOGIT = {torch.float32: 4e-6, torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}
 
 @dataclass
 class Tally:
-    """Counts of choices, and of those that differ from the oracle's within rounding (`ties`); `wrong` are texts of other
-    differences."""
+    """Counts of choices, and of those that differ from the oracle's within rounding (`ties`); `wrong` describes all others."""
 
     choices: int = 0
     ties: int = 0
     wrong: list[str] = field(default_factory=list)
 
     def compare(self, scores: Tensor, wanted: int, found: Tensor, noise: Tensor | float, where: str) -> None:
-        """Compare the indices `found` with the `wanted` largest of `scores [n]`; scores within `noise` of the smallest of these are
-        interchangeable."""
+        """Compare indices `found` with the `wanted` largest of `scores [n]`, up to scores within `noise` of the least of these."""
         self.choices += 1
         chosen = found.tolist()
         if len(set(chosen)) != len(chosen) or len(chosen) != wanted:
@@ -94,8 +91,7 @@ class Row:
     def joined(
         self, keys: Tensor, values: Tensor, stored: tuple[Tensor, Tensor] | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The keys and values that a forward attends to, in float64: the `stored` ones (by default the exact ones), then the new
-        ones."""
+        """Keys and values of a forward's attention, float64: the `stored` ones (by default the exact ones), then the new ones."""
         held = stored or (self.keys, self.values)
         return (
             torch.cat([held[0].double(), keys.double()], 1),
@@ -148,8 +144,7 @@ class SpeCacheRow(Row):
         return self.attending.probabilities(query.double(), met, self.length), mixture
 
     def candidates(self, scores: Tensor, packed: int, stop: int) -> Tensor:
-        """Scores of the first `packed` tokens; -1 for those outside the sliding window of a query at `stop`, which are no
-        candidates."""
+        """Scores of the first `packed` tokens; -1 (no candidate) outside the sliding window of a query at position `stop`."""
         scores = scores[:, :packed].clone()
         if self.attending.sliding is not None:
             scores[:, : max(0, stop - self.attending.sliding + 1)] = -1
@@ -221,8 +216,7 @@ class InfLLMRow(Row):
         return mixed(probabilities, mixture)
 
     def represent(self, number: int) -> None:
-        """Add the representatives of a block, its tokens with the greatest mass; doubtful if the next one's mass is equal up to
-        rounding."""
+        """Add the representatives of a block, its tokens of greatest mass; doubtful if the next one's is equal up to rounding."""
         positions = self.blocks.of(number)
         mass, order = self.mass[:, positions].sort(descending=True, stable=True)
         self.representatives += (positions[order[:, : self.count]],)
@@ -231,8 +225,7 @@ class InfLLMRow(Row):
         self.doubtful += (narrow & torch.tensor(self.count < self.blocks.block),)
 
     def chosen(self, query: Tensor, met: Tensor, held: int, shown: Shown, tally: Tally, where: str) -> Tensor:
-        """The mask of attended tokens, bool `[kv_heads, T]`, with the blocks that the cache chose, which are compared with the
-        scores."""
+        """The mask of attended tokens, bool `[kv_heads, T]`, by the cache's choice of blocks, which is compared with scores."""
         numbers = torch.stack(self.representatives, 1).flatten(1)
         keys = torch.stack([own[positions] for own, positions in zip(met, numbers, strict=True)]).unflatten(
             1, (held, -1)

@@ -14,7 +14,8 @@ from transformers import StableLmConfig, StableLmForCausalLM
 from calib.runtime import compress
 from calib.runtime.cache import CompressedCache
 
-# Marks speculative tokens: no product of random numbers is this small, it does not change outputs, and bfloat16 holds it exactly.
+# Marks speculative tokens: no product of random numbers is this small, and it does not change outputs. float32 and bfloat16 hold it
+# exactly, float16 rounds it to 0.
 MAGIC = 2.0**-100
 
 
@@ -181,8 +182,7 @@ class Scenario:
         return self._opened(self.method, self.options)
 
     def open_twin(self) -> CompressedCache | None:
-        """An empty cache of the method that this one contains: for SpeCache the low-bit method, for `offload` "full"; None for
-        InfLLM."""
+        """An empty cache of the contained method: for SpeCache its low-bit method, for `offload` "full"; None for InfLLM."""
         if self.method == "infllm":
             return None
         low = {"method": "full"} if self.method == "offload" else self.low

@@ -143,8 +143,7 @@ class Blocks:
         return stored + new - 1 - (local - 1 - self.initial if self.count(stored) else 0)
 
     def mass(self, probabilities: Tensor, stored: int) -> Tensor:
-        """The contribution of a forward to m, `[kv_heads, T]`: attention of its queries that are 1 ... `window` positions after a
-        token."""
+        """The contribution of a forward to m, `[kv_heads, T]`: attention of queries 1 ... `window` positions after a token."""
         queries, tokens = probabilities.shape[-2:]
         behind = stored + torch.arange(queries)[:, None] - torch.arange(tokens)
         near = (behind >= 1) & (behind <= self.window)

@@ -1,5 +1,4 @@
-"""Runs a cache and an oracle for each row through the same steps, and compares outputs, fetched tokens, copies and stored
-tokens."""
+"""Runs a cache and an oracle for each row through the same steps; compares outputs, fetched, copied and stored tokens."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -241,8 +240,7 @@ class Walk:
 
 @contextmanager
 def filled() -> Iterator[None]:
-    """A context in which uninitialised tensors are filled with NaN, so that they cannot contain freed values of speculative
-    tokens."""
+    """A context in which uninitialised tensors are filled with NaN, not with freed memory that may hold speculative tokens."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
