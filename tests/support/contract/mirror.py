@@ -277,7 +277,7 @@ def given_to(store: TieredStore, row: int, path: tuple[int, ...], keys: Tensor, 
 
 
 def whole_groups(store: TieredStore, length: int) -> slice:
-    """The tokens of a row of `length` that tiers may hold: all, or for tiers that take groups of tokens, whole groups after sinks."""
+    """The tokens of a row of `length` that tiers may hold: all, or if tiers take groups of tokens, whole groups after sinks."""
     first, group = store.plan.tiering.slots_from, store.plan.tiering.multiple
     if first is None or group == 1:
         return slice(0, length)
