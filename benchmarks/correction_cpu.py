@@ -1,6 +1,6 @@
 """Times GEAR's corrections when a segment is encoded on the CPU, measured at run time against calibrated ones.
 
-    python benchmarks/correction_cpu.py [--tokens 1024] [--write]
+    python -m benchmarks.correction_cpu [--tokens 1024] [--write]
 
 One process, two threads, one segment of 8 KV heads of 128 channels, float32, 4 bits, outliers 2 %, rank 4. Data: normal with
 outlier channels, outlier tokens and a low-rank part, new in every turn. All steps are timed in every turn, in another order each
@@ -11,9 +11,9 @@ import argparse
 from collections.abc import Callable
 
 import torch
-from protocol import keep, show, turn_by_turn
 from torch import Tensor
 
+from benchmarks.protocol import keep, show, turn_by_turn
 from calib.runtime.stages.codec import Corrected, UniformQuant
 from calib.runtime.stages.correction import LowRank, Outliers
 

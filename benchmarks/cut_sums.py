@@ -1,7 +1,7 @@
 """Simulates the error of float16 codes in matrix instructions that truncate sums: scores and mixtures against exact sums.
 Writes benchmarks/results/cut_sums.json.
 
-    PYTHONPATH=. python benchmarks/cut_sums.py [--write]
+    python -m benchmarks.cut_sums [--write]
 
 The simulated matrix instruction is NVIDIA's as found by experiments (Fasi et al., PeerJ Computer Science 7:e330): sixteen products
 and the accumulator are truncated 23 bits below the largest exponent, and added. For subnormal numbers the worst case is assumed:
@@ -13,7 +13,8 @@ error by rounding the query or the weights to float16.
 import argparse
 
 import numpy as np
-from protocol import keep
+
+from benchmarks.protocol import keep
 
 BITS, CHANNELS, TOKENS, TIMES, TURN = (4, 2, 1), 128, 1280, 100, 16
 CUT = 23

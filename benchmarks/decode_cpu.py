@@ -1,6 +1,6 @@
 """Times decoding on the CPU with our packed cache, transformers' QuantizedCache (quanto) at the same bits, and DynamicCache.
 
-    python benchmarks/decode_cpu.py [--model wide] [--contexts 2048 8192] [--bits 4 2] [--write]
+    python -m benchmarks.decode_cpu [--model wide] [--contexts 2048 8192] [--bits 4 2] [--write]
 
 Models: the embedded one (2 KV heads of 64, 4 layers: every operation is tiny), and `wide`, random weights with the KV shape
 of an 8B model (8 KV heads of 128; 2 layers). `--write` runs both and keeps the run.
@@ -16,12 +16,13 @@ import random
 import statistics
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
-from protocol import keep, load, quartiles
 from transformers import DynamicCache, PreTrainedModel, QuantizedCache
 from transformers.cache_utils import Cache
 
+from benchmarks.protocol import keep, load, quartiles
 from calib.runtime import compress
 
 RESULT = "decode_cpu.json"
@@ -66,7 +67,7 @@ def timed(model: PreTrainedModel, held: dict[str, Cache], prompt: torch.Tensor, 
     return seconds
 
 
-def measure(model: PreTrainedModel, context: int, bits: int, batch: int, steps: int) -> dict[str, object]:
+def measure(model: PreTrainedModel, context: int, bits: int, batch: int, steps: int) -> dict[str, Any]:
     """Returns the median tokens per second of each cache, and quartiles of the ratios within turns."""
     prompt = torch.randint(3, model.config.vocab_size, (batch, context), generator=torch.Generator().manual_seed(0))
     seconds = timed(model, caches(model, bits), prompt, steps)

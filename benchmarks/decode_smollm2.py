@@ -13,11 +13,11 @@ import statistics
 from pathlib import Path
 
 import torch
-from decode_cpu import RESIDUAL, timed
-from protocol import keep, load, quartiles
 from transformers import DynamicCache, PreTrainedModel, QuantizedCache
 from transformers.cache_utils import Cache
 
+from benchmarks.decode_cpu import RESIDUAL, timed
+from benchmarks.protocol import keep, load, quartiles
 from calib.runtime import Artifact, compress
 
 RESULT = "decode_smollm2.json"

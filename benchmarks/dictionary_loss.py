@@ -1,6 +1,6 @@
 """Measures the effect of a dictionary's size, sparsity, chunks, L_div and re-seeding on its loss: tables 3 to 6 of CSR, and more.
 
-    python benchmarks/dictionary_loss.py [--model artifacts/tiny-llama] [--streams keys values "rotated keys"] [--write]
+    python -m benchmarks.dictionary_loss [--model artifacts/tiny-llama] [--streams keys values "rotated keys"] [--write]
 
 A dictionary for each layer, trained as by `calib fit`, for keys before RoPE and values of the embedded model on generated documents
 and text, and for keys after RoPE as a comparison (figure 3). Every figure is the mean over layers of |x - x^|^2 / |x|^2 on held-out
@@ -12,9 +12,9 @@ import json
 from dataclasses import replace
 
 import torch
-from protocol import RESULTS, keep
 from torch import Tensor
 
+from benchmarks.protocol import RESULTS, keep
 from calib.capture.capture import stream
 from calib.capture.data import CaptureData
 from calib.capture.sample import LayerSample

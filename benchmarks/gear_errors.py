@@ -1,6 +1,6 @@
 """Measures the errors of keys, values and attention with GEAR's corrections, for each row of its table, on one prompt.
 
-    python benchmarks/gear_errors.py [--config eval/gear.yaml] [--lines 60] [--write]
+    python -m benchmarks.gear_errors [--config eval/gear.yaml] [--lines 60] [--write]
 
 The prompt's keys and values are encoded once as one segment, like a prompt, and once in blocks, like tokens after it. Errors are
 relative (Frobenius norms) over all layers and heads: of keys, of values, and of the attention output of the prompt's last 16
@@ -11,11 +11,11 @@ import argparse
 from typing import Any
 
 import torch
-from protocol import keep, load
 from torch import Tensor, nn
 from transformers import AttentionInterface, AutoTokenizer
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from benchmarks.protocol import keep, load
 from calib.documents.generators import retrieval_cases
 from calib.evaluate.entries import MethodEntry
 from calib.evaluate.evaluation import read_artifact
@@ -92,8 +92,10 @@ def errors(method: Gear, layers: Layers, geometry: Geometry, artifact: Artifact 
                 after, overflowed_outliers = decoded(stages.codec, x, step, number)
                 close.append(after)
                 overflow, entries = overflow + overflowed_outliers, entries + x.numel()
+            after_keys, after_values = close
             exact = (keys, values, output(query, keys, values, scale))
-            for part, x, y in zip(sums, exact, (*close, output(query, *close, scale)), strict=True):
+            stored = (after_keys, after_values, output(query, after_keys, after_values, scale))
+            for part, x, y in zip(sums, exact, stored, strict=True):
                 sums[part][0] += float((x - y).square().sum())
                 sums[part][1] += float(x.square().sum())
         found[name] = {part: round((error / size) ** 0.5, 5) for part, (error, size) in sums.items()}

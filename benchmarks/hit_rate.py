@@ -1,6 +1,6 @@
 """Measures the share of attention on fetched tokens: fetched by a speculative query, within the step, and kept by greedy eviction.
 
-    python benchmarks/hit_rate.py [--cases 60] [--sequences 16] [--steps 128] [--write]
+    python -m benchmarks.hit_rate [--cases 60] [--sequences 16] [--steps 128] [--write]
 
 SpeCache over a 1-bit copy (g = 64) of the embedded model decodes given tokens one at a time: answers to 60 keyed lines, and after
 256 tokens of text sampled from the model its greedy continuation or the further sampled tokens. In each layer the step's query is
@@ -23,11 +23,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hit_rate_plot import SERIES, TASKS, plot
-from protocol import keep, load
 from torch import Tensor
 from transformers import AutoTokenizer, DynamicCache, PreTrainedModel
 
+from benchmarks.hit_rate_plot import SERIES, TASKS, plot
+from benchmarks.protocol import keep, load
 from calib.capture.generated import sampled_text
 from calib.documents.generators import retrieval_cases
 from calib.kernels.probe_saliency.reference import attention_mass

@@ -1,13 +1,13 @@
 """Compares the error of `klt` with the least possible one for its bits, layer by layer, and its loss with the fit's prediction.
 
-    python benchmarks/klt_bound.py [--artifact artifacts/tiny-llama.klt.calib.safetensors] [--sequences 64] [--write]
+    python -m benchmarks.klt_bound [--artifact artifacts/tiny-llama.klt.calib.safetensors] [--sequences 64] [--write]
 
 Distances are those of the predicted error (the artifact's, weighted by sensitivity) from reverse water-filling over the same
 components (`calib/evaluate/rate_distortion.py`): with the words' widths as stored, with a free width for each component, and for
 Gaussian components with a free width each. Losses: KL in nats per token over the last quarter of new generated sequences, as in the
 fit.
 
-    python benchmarks/klt_bound.py --codings artifacts/smollm2-135m.calib.safetensors ... [--write]
+    python -m benchmarks.klt_bound --codings artifacts/smollm2-135m.calib.safetensors ... [--write]
 
 Instead, for several artifacts: the distance of components alone, with sizes, predictions and a trellis from the bound of each.
 """
@@ -18,10 +18,10 @@ import json
 from pathlib import Path
 
 import torch
-from protocol import RESULTS, load
 from torch import Tensor
 from transformers import AutoTokenizer
 
+from benchmarks.protocol import RESULTS, load
 from calib.capture.generated import generated_sequences
 from calib.evaluate.rate_distortion import decibels, least_bits, least_error
 from calib.fit.loss_curve import loss_curve

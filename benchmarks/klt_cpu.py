@@ -1,6 +1,6 @@
 """Times `klt` on the CPU against `kivi` at the same bits: encoding a prompt's keys and values, and decode steps.
 
-    python benchmarks/klt_cpu.py [--model artifacts/tiny-llama wide] [--contexts 2048 8192] [--trellis] [--write]
+    python -m benchmarks.klt_cpu [--model artifacts/tiny-llama wide] [--contexts 2048 8192] [--trellis] [--write]
 
 One process, two threads, turn by turn (`protocol.py`), with an A/A pair. Bases are random (`bases.py`). Encoding is that of all
 layers' streams: ranges, codes and packing for kivi (keys by channel, values by token, groups of 32); unrotating keys, projection,
@@ -13,12 +13,13 @@ import argparse
 import os
 import time
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
-from bases import made_up
-from protocol import keep, load, show, turn_by_turn
 from transformers import PreTrainedModel
 
+from benchmarks.bases import made_up
+from benchmarks.protocol import keep, load, show, turn_by_turn
 from calib.kernels.dispatch import VARIABLE
 from calib.runtime import Artifact, compress
 from calib.runtime.methods import Geometry, build
@@ -83,7 +84,7 @@ def encodings(model: PreTrainedModel, artifact: Artifact, entries: Entries) -> d
 
     def run(method: str, options: Mapping[str, object]) -> Callable[[], object]:
         given = artifact if method == "klt" else None
-        plans = [
+        plans: list[Any] = [
             build(method, {"bits": BITS, **options}).plan(layer, geometry, given) for layer in range(geometry.layers)
         ]
         streams = plans if given is None else [plan.tiers[0] for plan in plans]

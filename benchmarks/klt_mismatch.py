@@ -1,7 +1,7 @@
 """Measures the loss of `klt` on other kinds of text than it was calibrated on: fits an artifact on each corpus, and evaluates each
 on each text. Writes benchmarks/results/klt_mismatch.json and a table of docs/results/klt.
 
-    python benchmarks/klt_mismatch.py --text wikitext=wiki.valid.raw:wiki.test.raw --text stories=a.txt:b.txt --write
+    python -m benchmarks.klt_mismatch --text wikitext=wiki.valid.raw:wiki.test.raw --text stories=a.txt:b.txt --write
 
 `--rows coding` compares components alone, sizes, predictions and trellis-coded levels, instead of keys before and after RoPE, and
 writes klt_mismatch_coding.json. A text is NAME=FITTED_ON:MEASURED_ON. The corpus `generated`, which needs no file, is half

@@ -1,6 +1,6 @@
 """Writes a task for lm-eval that needs no hub: predict the last word of a passage, which also occurs far earlier in it.
 
-    python benchmarks/last_word.py --output runs/last_word [--text wiki.test.raw] [--cases 100]
+    python -m benchmarks.last_word --output runs/last_word [--text wiki.test.raw] [--cases 100]
 
 After LAMBADA (Paperno et al. 2016), on WikiText-2's test split or a file of running text. A passage has 150 to 300 words and ends
 with a sentence; the word occurs at least a hundred words before its end, so that a cache must have kept it. Writes

@@ -1,6 +1,6 @@
 """Tests that files of an LMCache server, plain and compressed, are reused by a new server and vLLM engine (docs/serve/lmcache.md).
 
-    python benchmarks/lmcache_reuse.py --artifact FILE [--bits 2] [--prompts 16] [--folder runs/lmcache] [--write]
+    python -m benchmarks.lmcache_reuse --artifact FILE [--bits 2] [--prompts 16] [--folder runs/lmcache] [--write]
 
 Three times a server and an engine are started, given the prompts, and ended:
 
@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from reused_prompts import MODEL, ROOT, Prompts
+from benchmarks.reused_prompts import MODEL, ROOT, Prompts
 
 RESULT = ROOT / "benchmarks/results/lmcache_reuse.json"
 CHUNK = 128  # tokens; a block of vLLM's CPU attention

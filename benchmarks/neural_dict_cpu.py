@@ -1,6 +1,6 @@
 """Times a training step of NeuralDict on the CPU against the same step in plain autograd.
 
-    python benchmarks/neural_dict_cpu.py [--write]
+    python -m benchmarks.neural_dict_cpu [--write]
 
 One process, two threads; B = 512 vectors of 128 channels, N = 4096 atoms, s = 8 pairs, float32: codes, both losses, their
 gradients, Adam, ReNorm. Data: sums of shared directions with noise and outlier channels, new in every turn. All steps are timed in
@@ -15,9 +15,9 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from protocol import Steps, keep, show, turn_by_turn
 from torch import Tensor
 
+from benchmarks.protocol import Steps, keep, show, turn_by_turn
 from calib.kernels.matching_pursuit.reference import matching_pursuit
 from calib.neural_dict.centroids import unit_rows
 from calib.neural_dict.dictionary import NeuralDictionary, Task

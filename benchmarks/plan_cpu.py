@@ -1,6 +1,6 @@
 """Compares `calib fit --plan` with the fit itself: bytes of files and caches, peak memory, seconds of every stage.
 
-    python benchmarks/plan_cpu.py [--write]
+    python -m benchmarks.plan_cpu [--write]
 
 Two fits on the CPU, each in a separate process and with a plan before and after it: the embedded model as in `make fit`, and
 `wide`, two layers of random weights with 32 query and 8 KV heads of 128 channels. A stage's seconds are those between its
@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from protocol import keep, load
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from benchmarks.protocol import keep, load
 from calib.bench.peak import Peak
 from calib.capture.data import CaptureData
 from calib.cli import main
@@ -69,8 +69,11 @@ def planned(words: list[str]) -> dict[str, Any]:
 
 
 def child(*words: str) -> None:
-    """Runs a command of `calib` in a process of this file, with OMP_WAIT_POLICY set, as torch is imported before `calib.cli`."""
-    subprocess.run([sys.executable, __file__, "--child", *words], check=True, stdout=subprocess.DEVNULL, env=PASSIVE)
+    """Runs a command of `calib` in a process of this module, with OMP_WAIT_POLICY set, as torch is imported before `calib.cli`."""
+    command = [sys.executable, "-m", "benchmarks.plan_cpu", "--child", *words]
+    subprocess.run(
+        command, check=True, stdout=subprocess.DEVNULL, env={**PASSIVE, "PYTHONPATH": str(EMBEDDED.parents[1])}
+    )
 
 
 def run_child(words: list[str]) -> None:

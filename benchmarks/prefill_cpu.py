@@ -1,6 +1,6 @@
 """Measures what a method adds to a prefill on the CPU: seconds, and the additional memory of scoring.
 
-    python benchmarks/prefill_cpu.py [--model wide] [--tokens 4096] [--write]
+    python -m benchmarks.prefill_cpu [--model wide] [--tokens 4096] [--write]
 
 Seconds: one process, two threads; the same random prompt with each cache in every turn, in another order each turn; medians and
 quartiles of the ratios to transformers' DynamicCache within turns, beside an A/A pair. "scored by all rows": every query row is a
@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from protocol import keep, load, quartiles
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, PreTrainedModel
 
+from benchmarks.protocol import keep, load, quartiles
 from calib.kernels.probe_saliency.reference import attention_mass
 from calib.runtime import compress
 
@@ -55,7 +55,7 @@ def prefill(model: PreTrainedModel, ids: Tensor, method: str | None) -> float:
         return time.perf_counter() - start
 
 
-def measure(model: PreTrainedModel, tokens: int, turns: int) -> dict[str, object]:
+def measure(model: PreTrainedModel, tokens: int, turns: int) -> dict[str, Any]:
     """Returns the ratios of every method's time to DynamicCache's."""
     ids = torch.randint(3, model.config.vocab_size, (1, tokens), generator=torch.Generator().manual_seed(0))
     names: list[str | None] = [None, None, *METHODS]

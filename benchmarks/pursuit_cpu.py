@@ -1,6 +1,6 @@
 """Times batched matching pursuit on the CPU against a loop over vectors and scikit-learn, and its two forms against each other.
 
-    python benchmarks/pursuit_cpu.py [--vectors 2048] [--atoms 4096] [--threads 2] [--write]
+    python -m benchmarks.pursuit_cpu [--vectors 2048] [--atoms 4096] [--threads 2] [--write]
 
 One process, float32, normal data, new vectors in every turn. All steps are timed in every turn, in another order each turn; results
 are medians and quartiles of the ratios within turns, beside an A/A pair. Before anything is timed the results are compared.
@@ -16,12 +16,12 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
-from protocol import keep, load, quartiles, show, turn_by_turn
 from sklearn.linear_model import orthogonal_mp
 from threadpoolctl import threadpool_limits
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from benchmarks.protocol import keep, load, quartiles, show, turn_by_turn
 from calib.capture.generated import sampled_text
 from calib.kernels.huge_pages import empty_large
 from calib.kernels.matching_pursuit.reference import (
@@ -115,7 +115,7 @@ def compare(x: Tensor, atoms: Tensor) -> dict[str, float]:
         restored = (
             torch.from_numpy(answer.T.astype(np.float32)) @ atoms
             if isinstance(answer, np.ndarray)
-            else desparsify(*answer, atoms)  # type: ignore[misc]
+            else desparsify(*answer, atoms)  # type: ignore[call-arg]
         )
         errors[name] = mean_error(x, restored)
     for name, error in errors.items():

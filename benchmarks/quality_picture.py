@@ -1,6 +1,6 @@
 """Draws the pictures of quality: KL from the exact cache against marginal bits.
 
-    python benchmarks/quality_picture.py
+    python -m benchmarks.quality_picture
 
 `docs/images/quality.svg` from `benchmarks/results/klt.json` (`make klt-table`), `docs/images/smollm2.svg` from
 `benchmarks/results/smollm2.json` (`make smollm2-table`).

@@ -1,6 +1,6 @@
 """Times quantising and packing keys and values on the CPU: our codecs against quanto and hqq, called as QuantizedCache does.
 
-    python benchmarks/quantise_cpu.py [--tokens 2048] [--turns 15] [--threads 2] [--write]
+    python -m benchmarks.quantise_cpu [--tokens 2048] [--turns 15] [--threads 2] [--write]
 
 One process, float32, one layer's keys and values `[1, 8, tokens, 128]`. Ours are the codecs of `kivi` (keys in groups of 32 tokens
 of a channel, values in groups of 32 channels of a token) and, to compare equal groups, the values' codec for both; from float
@@ -17,9 +17,9 @@ from collections.abc import Callable
 import torch
 from hqq.core.quantize import Quantizer
 from optimum.quanto import MaxOptimizer, qint2, qint4, quantize_weight
-from protocol import keep, show, turn_by_turn
 from torch import Tensor
 
+from benchmarks.protocol import keep, show, turn_by_turn
 from calib.runtime.stages.codec import UniformQuant
 from calib.runtime.stages.codec.encoded import encoded
 from calib.runtime.stages.transform import Identity
@@ -56,7 +56,7 @@ def encoders(bits: int) -> dict[str, tuple[Callable[[Tensor], object], ...]]:
     def ours(group: tuple[int, int]) -> Callable[[Tensor], object]:
         codec = UniformQuant(bits, group)
         # Whether parameters need 32 bits is determined for a prompt only; later blocks use the prompt's result.
-        return lambda x: encoded(Identity(), codec, x, x.shape[2] > BLOCK and codec.wide(x))
+        return lambda x: encoded(Identity(), codec, x, x.shape[2] > BLOCK and codec.fp32_params(x))
 
     by_channel, by_token = ours((GROUP, 1)), ours((1, GROUP))
     kind, optimizer = {4: qint4, 2: qint2}[bits], MaxOptimizer()

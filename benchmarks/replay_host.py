@@ -1,7 +1,7 @@
 """Times the host's work in a decode step of 32 layers, replayed from a graph and without graphs, in microseconds, and counts how
 many steps are replayed. Writes benchmarks/results/replay_host.json.
 
-    PYTHONPATH=. TRITON_INTERPRET=1 python benchmarks/replay_host.py [--write] [--eager klt]
+    TRITON_INTERPRET=1 python -m benchmarks.replay_host [--write] [--eager klt]
 
 A graph's launch is replaced by nothing, so no device and no matrix products of the model are included: a step computes lengths,
 slots and page numbers, copies them to the graph's inputs, and copies the result. In a step without a graph launches are only
@@ -16,12 +16,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import eager_host
 import torch
-from protocol import RESULTS, keep, quartiles
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks import eager_host
 from benchmarks.bases import made_up
+from benchmarks.protocol import RESULTS, keep, quartiles
 from calib.runtime import compress
 from calib.runtime.graphs import step_graphs
 

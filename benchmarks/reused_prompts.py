@@ -35,7 +35,7 @@ class Prompts:
         """Returns the answers of a new engine with this `--kv-transfer-config`, and further arguments of vLLM."""
         answers = self.folder / f"{name}.json"
         given = json.dumps({"kv_transfer_config": transfer, **arguments})
-        command = [sys.executable, ROOT / "benchmarks/vllm_engine.py", MODEL, given]
+        command: list[str | Path] = [sys.executable, ROOT / "benchmarks/vllm_engine.py", MODEL, given]
         environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", **os.environ}
         if "tensor_parallel_size" in arguments:  # otherwise vLLM binds each rank to a separate NUMA node
             environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"

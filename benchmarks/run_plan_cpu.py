@@ -1,6 +1,6 @@
 """Compares `calib eval --plan` and `calib bench --plan` for the embedded model with the runs themselves.
 
-    python benchmarks/run_plan_cpu.py [--write]
+    python -m benchmarks.run_plan_cpu [--write]
 
 `eval/quick.yaml` and `bench/quick.yaml` on the CPU, each planned before and after its run. Caches: planned over measured bytes of
 every row. Memory, of `bench`: planned cache, activations and logits over the peak of a row above the weights, as reported by the
@@ -13,8 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from protocol import keep
-
+from benchmarks.protocol import keep
 from calib.bench import bench_model, grid
 from calib.bench.request_files import read_bench
 from calib.evaluate import evaluation

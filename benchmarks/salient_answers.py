@@ -1,6 +1,6 @@
 """Measures for several saliency measures whether the line that will be asked for is among the salient tokens.
 
-    python benchmarks/salient_answers.py [--cases 100] [--lines 20 40 60] [--write]
+    python -m benchmarks.salient_answers [--cases 100] [--lines 20 40 60] [--write]
 
 For keyed-line prompts of the embedded model, each layer and KV head chooses its salient tokens from the exact attention of the
 prompt, by the stages that the methods use. Of the attention from the prompt's last token to the number that is asked for, the
@@ -11,11 +11,11 @@ import argparse
 from typing import Any
 
 import torch
-from protocol import keep, load
 from torch import Tensor, nn
 from transformers import AttentionInterface, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from benchmarks.protocol import keep, load
 from calib.documents.generators import RetrievalCase, retrieval_cases
 from calib.kernels.probe_saliency.reference import attention_mass
 from calib.runtime.attention import exact_attention

@@ -1,6 +1,6 @@
 """Writes the short tables of docs/results/smollm2: a row for each method that a run has finished.
 
-    python benchmarks/smollm2_summary.py
+    python -m benchmarks.smollm2_summary
 
 Reads the runs of `make smollm2-table`, `smollm2-other-text`, `smollm2-mixture`, `smollm2-trellis`, `smollm2-perplexity`,
 `smollm2-separators`, `smollm2-long`, `smollm2-lm-eval`, `short-prompt` and `smollm2-decode` in `benchmarks/results` alone, and

@@ -1,6 +1,6 @@
 """Times what speculation adds to a decode step on the CPU: SpeCache against its low-bit copy alone and against fetching all tokens.
 
-    python benchmarks/specache_cpu.py [--model artifacts/tiny-llama wide] [--contexts 1024 4096] [--write]
+    python -m benchmarks.specache_cpu [--model artifacts/tiny-llama wide] [--contexts 1024 4096] [--write]
 
 Models: the embedded one, and `wide`, random weights with the KV shape of an 8B model (8 KV heads of 128; 2 layers), whose attention
 is random, so that almost all k pairs are fetched anew in every step. A **plain two-token step** is a forward over the same two
@@ -15,9 +15,9 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from protocol import keep, load, show, turn_by_turn
 from transformers import PreTrainedModel
 
+from benchmarks.protocol import keep, load, show, turn_by_turn
 from calib.runtime import compress
 from calib.runtime.cache import CompressedCache
 

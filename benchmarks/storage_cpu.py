@@ -1,6 +1,6 @@
 """Measures stored chunks on a CPU: time to encode and decode, bytes per token, and the link speed below which coding is faster.
 
-    python benchmarks/storage_cpu.py [--model wide artifacts/tiny-llama SMOLLM2] [--tokens 256] [--bits 3 2 1.5 1] [--write]
+    python -m benchmarks.storage_cpu [--model wide artifacts/tiny-llama SMOLLM2] [--tokens 256] [--bits 3 2 1.5 1] [--write]
 
 SMOLLM2 is the folder that `make smollm2-model` writes. One process, one thread, turn by turn (`protocol.py`), with an A/A pair;
 `clone` copies the chunk: the cost of memory alone. Chunks are bfloat16 noise of all layers; bases are random (`bases.py`), so times
@@ -22,10 +22,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from bases import made_up
-from protocol import keep, load, show, turn_by_turn
 from torch import Tensor
 
+from benchmarks.bases import made_up
+from benchmarks.protocol import keep, load, show, turn_by_turn
 from calib.runtime import Artifact, Codec
 
 RESULT = "storage_cpu.json"

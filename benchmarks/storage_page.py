@@ -1,6 +1,6 @@
 """Writes the tables of docs/serve/storage.md: quality by budget, and the link speeds below which coding is faster than 16 bits.
 
-    python benchmarks/storage_page.py
+    python -m benchmarks.storage_page
 
 Reads the runs of `storage_profile.py` and `storage_cpu.py` in `benchmarks/results` alone, and writes between the page's markers.
 """

@@ -1,6 +1,6 @@
 """Compares the bytes at equal KL of `Codec`'s profiles for stored chunks, and of the steps from separate to joint heads and layers.
 
-    python benchmarks/storage_profile.py --model FOLDER --fit wiki.valid.raw --text Wikipedia=wiki.test.raw \\
+    python -m benchmarks.storage_profile --model FOLDER --fit wiki.valid.raw --text Wikipedia=wiki.test.raw \\
         code=HumanEval.jsonl.gz stories=tinystories_valid_head.txt [--bits 3 2 1.5 1 0.5] [--forms] [--write]
 
 FOLDER is SmolLM2 135M as `make smollm2-model` writes it, or another model. All codes are fitted on the same sequences of the text
@@ -28,11 +28,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-from joint_codes import FORMS, Codes, Form
-from protocol import keep, load
 from torch import Tensor
 from transformers import AutoTokenizer, DynamicCache, PreTrainedModel
 
+from benchmarks.joint_codes import FORMS, Codes, Form
+from benchmarks.protocol import keep, load
 from calib.capture.capture import stream
 from calib.capture.gradients import stream_gradients
 from calib.capture.output_projection import output_weights

@@ -1,6 +1,6 @@
 """Measures the loss of a model by reuse of stored chunks, and how clearly keys identify the position at which a chunk begins.
 
-    python benchmarks/storage_reuse.py --model FOLDER [--artifact FILE] [--bits 3 2 1.5 1] [--prefix 512] [--write]
+    python -m benchmarks.storage_reuse --model FOLDER [--artifact FILE] [--bits 3 2 1.5 1] [--prefix 512] [--write]
 
 FOLDER is SmolLM2 135M as `make smollm2-model` writes it, bfloat16; the artifact is the committed one. Texts are pages and code of
 this repository, which no fit has read. The prefix's keys and values are stored in chunks of 256 tokens, read back and attended by
@@ -17,10 +17,10 @@ import argparse
 from pathlib import Path
 
 import torch
-from protocol import keep
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
 
+from benchmarks.protocol import keep
 from calib.runtime import Artifact, Codec
 
 RESULT = "storage_reuse.json"

@@ -1,6 +1,6 @@
 """Compares options tuned by layer with the best single setting at the same bits: predicted loss and measured KL.
 
-    python benchmarks/tune_cpu.py [--text FILE] [--write]
+    python -m benchmarks.tune_cpu [--text FILE] [--write]
 
 Each method is tuned on 8 sequences that `calib fit` would generate with seed 0; KL from the full cache (task `agreement`) is
 measured on text sampled with seed 1 and on FILE, if given: 128 tokens of each of 8 sequences after a prompt of 384.
@@ -10,8 +10,7 @@ import argparse
 import time
 from pathlib import Path
 
-from protocol import keep
-
+from benchmarks.protocol import keep
 from calib.capture.generated import generated_sequences
 from calib.capture.language_model import load
 from calib.evaluate.tasks import Subject as Evaluated

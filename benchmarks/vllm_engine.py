@@ -1,6 +1,6 @@
 """Runs one vLLM engine on a file of prompts and writes its answers, for `lmcache_reuse.py` and `vllm_reuse.py`.
 
-    python benchmarks/vllm_engine.py MODEL ARGUMENTS PROMPTS.json ANSWERS.json
+    python -m benchmarks.vllm_engine MODEL ARGUMENTS PROMPTS.json ANSWERS.json
 
 ARGUMENTS are vLLM's as JSON, with underscores, such as `{"kv_transfer_config": {...}, "max_num_seqs": 1}`. Unlike `vllm serve` this
 needs no HTTP, and reports for every answer how many tokens of its prompt came from a cache. PROMPTS.json is a list of lists of ids,

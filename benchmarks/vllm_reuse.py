@@ -1,6 +1,6 @@
 """Tests that files of the KV connector for vLLM, written by one engine, are reused by others (docs/serve/vllm.md).
 
-    python benchmarks/vllm_reuse.py --artifact FILE [--bits 2] [--prompts 16] [--folder runs/vllm] [--write]
+    python -m benchmarks.vllm_reuse --artifact FILE [--bits 2] [--prompts 16] [--folder runs/vllm] [--write]
 
 New engines, one after another, are given the prompts of `reused_prompts.py`, three chunks of 256 tokens and a rest:
 
@@ -20,8 +20,7 @@ import re
 import shutil
 from pathlib import Path
 
-from reused_prompts import ROOT, Prompts
-
+from benchmarks.reused_prompts import ROOT, Prompts
 from calib.runtime.storage import Codec, Header
 
 RESULT = ROOT / "benchmarks/results/vllm_reuse.json"

@@ -63,5 +63,5 @@ def test_a_text_without_a_case_is_refused(tmp_path):
 
 def written(folder, text):
     """Run the script on the file `text` in `folder`."""
-    command = [sys.executable, "benchmarks/last_word.py", "--output", folder, "--text", folder / text, "--cases", "5"]
-    return subprocess.run(command, capture_output=True, text=True)
+    arguments = ["--output", folder, "--text", folder / text, "--cases", "5"]
+    return subprocess.run([sys.executable, "-m", "benchmarks.last_word", *arguments], capture_output=True, text=True)

@@ -96,7 +96,11 @@ def share_rows(run: Run, of: Sequence[Run]) -> Iterator[list[object]]:
         limits = [target.shown(target.accept), target.shown(target.stretch)] if target else ["", ""]
         found = measured(target.name, step["device"], of) if target else ""
         times = [f"{1e6 * step[part]:,.0f}" for part in ("probes", "encoding", "torch")]
-        shares = [f"{step['share_of_work']:.1%}", between(*step["share"], "%", 1), f"{step['share_beside']:.1%}"]
+        shares = [
+            f"{step['share_of_work']:.1%}",
+            between(*step["share"], unit="%", digits=1),
+            f"{step['share_beside']:.1%}",
+        ]
         known = [f"`{step['method']}`", step["device"], f"{1e3 * step['prefill']:.1f} ms"]
         yield [*known, *times, step["launches"], *shares, *limits, found]
 

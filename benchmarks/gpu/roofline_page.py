@@ -121,12 +121,12 @@ def step_rows(run: Run, of: Sequence[Run]) -> Iterator[list[object]]:
         target = targets.get(step["case"])
         limits = [target.shown(target.accept), target.shown(target.stretch)] if target else ["", ""]
         times = [f"{1e6 * step['attention']:.0f} us", f"{1e6 * step['step'][0]:.0f} ... {1e6 * step['step'][1]:.0f} us"]
-        ratios = [f"{step['speedup_of_attention']:.2f}x", between(*step["speedup"], "x")]
+        ratios = [f"{step['speedup_of_attention']:.2f}x", between(*step["speedup"], unit="x")]
         found = measured(step["case"], step["device"], of) if target else ""
         yield [step["case"], step["device"], *times, *ratios, *limits, found, bound]
         if step["copy_row"]:
             target = targets[step["copy_row"]]
-            ratios = [f"{step['share_of_copy_of_attention']:.0%}", between(*step["share_of_copy"], "%")]
+            ratios = [f"{step['share_of_copy_of_attention']:.0%}", between(*step["share_of_copy"], unit="%")]
             limits = [target.shown(target.accept), target.shown(target.stretch)]
             found = measured(target.name, step["device"], of)
             yield [target.name, step["device"], "", "", *ratios, *limits, found, ""]
