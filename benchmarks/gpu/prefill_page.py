@@ -17,74 +17,84 @@ CAPABILITY = "90"  # compute capability whose launches the page describes
 SHARES = """
 ## Prefill
 
-What encoding adds to a prompt of 32,768 tokens, one sequence, in a layer of the 8B shape. *probes* is the kernel
-that scores (`column_sums`), *encoding* is every other kernel of ours, *torch* are operations of torch
-by their bytes at the rate of a copy. *work* is these three over the prefill without compression; *share* adds what
-all launches cost, {node} us each. *beside* is what would be left of it on a side stream, see below.
+What a method adds to the prefill of a prompt of 32,768 tokens, for one sequence and one layer of the 8B shape. *probes*: the
+kernel that sums attention probabilities over query rows (`column_sums`). *encoding*: all other kernels of ours. *torch*:
+operations of torch, from the bytes that they move at the rate of a copy. *share without launches*: these three over the time of
+the prefill without compression. *share*: the same with the cost of all launches, {node} us each. *on a side stream*: what would
+be left of the share if this work ran on a side stream, see below.
 
 """
 
 BASELINE = """
-The prefill without compression is taken at its best, which makes every share as large as it can be: matrix products at
-the peak of the data sheet ({dense} TFLOP/s at the clocks below), all of them one after the other, nothing else. Ours
-are taken at their limits, too. Where both reach the same part of their limit, the share stays what it is.
+For the prefill without compression the shortest possible time is assumed, which makes every share as large as it can be: its
+matrix products at the peak rate of the data sheet ({dense} TFLOP/s at the clocks below), one after the other, and
+nothing else. Our kernels are assumed to reach their limits, too. If both reach the same fraction of their limits, the share does
+not change.
 
 """
 
 PARTS = """
-### Where a prefill's prediction comes from
+### Prefill kernels: time by each limit
 
-Microseconds of all launches of a kernel in a layer by each limit, on an {device}. *a value*: instructions of a lane
-for a value that is encoded, a logit of the probes, or a score. "no. 2" is the same kernel compiled for other arguments.
+Microseconds of all launches of a kernel in a layer by each limit, on an {device}; the limits are those of the [attention
+kernels](#attention-kernels-time-by-each-limit). *instructions a value*: instructions of all lanes, divided by the number of
+values encoded or copied, logits of the probes, or scores. "no. 2" is the same kernel compiled for other arguments.
 
 """
 
 OPERATIONS = """
-### Operations of torch
+### Torch operations of a prefill
 
-In a layer, besides our kernels. Bytes are those that each operation must read and write; products are of float64.
+The operations of a layer besides our kernels, with the number of their launches and the bytes that they must read and write at
+least; *products* are multiply-adds in float64.
 
 """
 
 SAID = """
-### What is above the targets, and what would lower it
+### Where the time goes, and what would reduce it
 
-- **ZipCache's probes** are {probes:.1f} % on an {device}: one pass over {rows:.1%} of the pairs that attention sees, with half of
-  its products. The sums of its rows are attention's own, which torch's flash backend gives back
-  (`runtime/attend/prompt_attention.py`); another backend leaves them to a pass before, as long as this one.
-- **MiKV scores with every row.** Its pass has half of the products of attention itself, and no kernel brings that
-  below {mikv:.0f} % of the prefill. `probes="random+recent"` makes it ZipCache's.
-- **Little is left inside a pass** on an H100: exponentials ({special} clocks of a scheduler for a turn of a warp), issue
-  ({issue}) and matrix products ({matrix}) take nearly as long as each other. On an A100 the products' operands come through
-  shared memory ({memory} clocks beside {matrix_80} of matrix products, of tiles of 256 keys).
-- **Ranges** are asked for {ranges} times in a layer of ZipCache, {range_bytes:.0f} MB: those of a tier's keys, of all values
-  (`kernels/channel_ranges`), which also tell whether values' parameters fit 16 bits, and of all keys, which tell it of keys.
-- **Copies** of words and parameters into pages are one launch for a tier (`kernels/put_tokens`).
-- **Launches** of ZipCache are {launches}, {nodes:.1f} % at the dearer price; what the host works out by itself is none, and neither
-  is an operation without a number to write. A codec with a kernel encodes a tier at
-  once, in {encoded} launches of ours for all; one without takes pieces of 4,096 tokens, which bound what it holds in float32.
-- **`klt`** turns a prompt's keys back to before RoPE in one launch (`kernels/unrotate`), and encodes a piece of 4,096 tokens in one
-  of each stream: components, codes and words. That is {project:.1f} % of the prefill, and {klt:,.0f} MB of a layer are left to
-  torch. Plain torch, with products in float64, moves 10,067 MB and launches 467 operations: 16 to 17 % on an {device}.
-- **The host waits** for all that it has given the device {waits} times in a layer of ZipCache and {waits_kivi} times in KIVI's:
-  after such a wait the device stands still for as long as the host takes to go on, which no count shows, and 4 % of a layer
-  are {stretch:.0f} us. Whether parameters fit 16 bits follows from the extremes of a layer's first tokens. They are on their way to
-  the host before attention is queued, and read behind it: the device attends while the host goes on to encode.
+- **ZipCache's probes** take {probes:.1f} % of the prefill on an {device}: one pass over {rows:.1%} of the pairs of query and
+  key that attention computes, with half of attention's products. The sums of its rows are those of attention itself, which
+  torch's flash and cuDNN backends return (`runtime/attend/prompt_attention.py`); with another backend a separate pass, as long
+  as this one, computes them.
+- **MiKV scores with every row of the prompt.** Its pass has half of the products of attention itself, which no kernel can
+  compute in less than {mikv:.0f} % of the prefill. With `probes="random+recent"` it uses the same probes as ZipCache.
+- **Little can be saved within a pass** on an H100: exponentials ({special} clocks of a scheduler for a warp's iteration),
+  instruction issue ({issue}) and matrix products ({matrix}) take nearly the same time. On an A100 the products' operands are
+  loaded from shared memory ({memory} clocks, and {matrix_80} for the products, with tiles of 256 keys).
+- **Ranges of channels** are measured {ranges} times in a layer with ZipCache, which moves {range_bytes:.0f} MB: for the keys of
+  each tier and for all values (`kernels/channel_ranges`), and for all keys. The last two also show whether the parameters of
+  values and keys fit in 16 bits.
+- **Copying** words and parameters into pages takes one launch for each tier (`kernels/put_tokens`).
+- **Launches**: ZipCache has {launches}, which take {nodes:.1f} % at the higher cost of a launch. What the host computes without
+  the device is no launch, and neither is an operation with an empty result. A codec that has a kernel encodes a tier at once
+  ({encoded} launches for the keys and values of both tiers); a codec without one encodes pieces of 4,096 tokens, to limit its
+  memory in float32.
+- **`klt`** undoes RoPE in a prompt's keys in one launch (`kernels/unrotate`), and encodes every piece of 4,096 tokens in one
+  launch for keys and one for values, which computes components, codes and words. Its kernels take {project:.1f} % of the
+  prefill, and torch's operations move {klt:,.0f} MB in a layer. In plain torch, with products in float64, it would move 10,067
+  MB and take 467 launches: 16 to 17 % on an {device}.
+- **The host waits** until the device has finished all queued work {waits} times in a layer with ZipCache and {waits_kivi} times
+  with KIVI. After such a wait the device is idle until the host has queued new work, which no count shows; 4 % of a layer's
+  prefill are {stretch:.0f} us. Whether parameters fit in 16 bits follows from the minimum and maximum of the first tokens that
+  a layer gets. Both are sent to the host before the prompt's attention is queued, and the host reads them afterwards: so the
+  device computes attention while the host prepares the encoding.
 
 ### What a side stream could hide
 
-A prefill is bound by matrix products, and its memory is nearly idle. What is bound by bytes can run beside it, and so
-can the gaps of launches; what issues instructions competes with it. So of the share at most this is left, in the
-column *beside*: what our programs take from schedulers and pipes. For KIVI that is {kivi:.1f} % of {kivi_share:.1f} %; for
-ZipCache {zipcache:.1f} % of {zipcache_share:.1f} %, since its probes are bound by arithmetic, which no stream hides.
+A prefill is limited by matrix products, and the memory's bandwidth is nearly unused. On a side stream, work that is limited by
+bytes can run at the same time, and so can the gaps between launches; work that issues instructions competes with the prefill.
+So at most the time for which our programs occupy schedulers and pipes is left of the share (column *on a side stream*). For
+KIVI that is {kivi:.1f} % of {kivi_share:.1f} %; for ZipCache it is {zipcache:.1f} % of {zipcache_share:.1f} %, because its
+probes are limited by arithmetic, which no stream hides.
 
-### What is left out of it
+### What the prefill's prediction leaves out
 
-- The L2: tiles that the probes' programs stream are read from it again by each, {cache:.0f} GB in a layer of ZipCache
-  against {cache_of_attention:.0f} GB that attention reads in tiles of 128 query rows. No data sheet states its rate.
-- Nothing is sorted: `kernels/top_k` divides a prompt's tokens among tiers in one launch. Torch sorts fewer than 128 rows one after
-  the other, each in several launches, which no count of operations shows.
-- Norms, RoPE, residuals and the copy that DynamicCache makes: they would lengthen the prefill without compression.
+- The L2 cache: every program of the probes' kernel reads the same tiles from it again, {cache:.0f} GB in a layer with ZipCache,
+  where attention reads {cache_of_attention:.0f} GB with tiles of 128 query rows. No data sheet states its rate.
+- Sorting: there is none, because `kernels/top_k` divides a prompt's tokens among the tiers in one launch. Torch sorts fewer
+  than 128 rows one after the other, in several launches each, which a count of operations does not show.
+- Norms, RoPE, residual additions and the copy that `DynamicCache` makes: they would lengthen the prefill without compression.
 """
 
 
@@ -133,14 +143,19 @@ def operation_rows(run: Run) -> Iterator[list[object]]:
         own = run["launched"][CAPABILITY][method]["torch"]
         most = sorted(own.items(), key=lambda item: (-item[1]["bytes"], item[0]))
         named = ", ".join(
-            f"{name.strip('_')} {one['launches']} x ({one['bytes'] / 1e6:.0f} MB)"
+            f"{one['launches']} x {name.strip('_')} ({one['bytes'] / 1e6:.0f} MB)"
             for name, one in most
             if one["bytes"] >= 1e6
         )
         few = sum(one["launches"] for one in own.values() if one["bytes"] < 1e6)
         products = sum(one["products"] for one in own.values())
         total = f"{sum(one['bytes'] for one in own.values()) / 1e6:,.0f} MB"
-        yield [f"`{method}`", f"{named}; {few} of less than 1 MB", total, f"{products / 1e9:.1f} G" if products else ""]
+        yield [
+            f"`{method}`",
+            f"{named}; {few} launches of less than 1 MB",
+            total,
+            f"{products / 1e9:.1f} G" if products else "",
+        ]
 
 
 def _inside(run: Run, capability: str) -> Mapping[str, float]:
@@ -161,16 +176,16 @@ def section(run: Run, of: Sequence[Run], nodes: Sequence[float]) -> str:
     head = [
         "method",
         "GPU",
-        "prefill, a layer",
+        "prefill of a layer",
         "probes, us",
         "encoding, us",
         "torch, us",
         "launches",
-        "work",
+        "share without launches",
         "share",
-        "beside",
+        "on a side stream",
     ]
-    parts = ["method", "kernel", "launches", "bytes", "a value", "bytes, us", "busy, us", "waits, us"]
+    parts = ["method", "kernel", "launches", "bytes", "instructions a value", "bytes, us", "busy, us", "waits, us"]
     text = SHARES.format(node=" ... ".join(f"{1e6 * seconds:g}" for seconds in nodes))
     text += table([*head, "accept", "stretch", "measured"], share_rows(run, of))
     text += BASELINE.format(dense=" and ".join(f"{2e-12 * dense(own):,.0f}" for own in peaks))
@@ -179,7 +194,7 @@ def section(run: Run, of: Sequence[Run], nodes: Sequence[float]) -> str:
         ([name, *(f"{1e3 * seconds:.1f}" for seconds in own.values())] for name, own in run["baseline"].items()),
     )
     text += PARTS.format(device=device) + table(parts, part_rows(run, device))
-    text += OPERATIONS + table(["method", "operations", "together", "products"], operation_rows(run))
+    text += OPERATIONS + table(["method", "operations", "bytes", "products"], operation_rows(run))
     pairs = REAL.heads * REAL.prompt * (REAL.prompt + 1) // 2
     measured_channels = [group for group in launched["ours"] if group["kernel"].startswith(EXTREMES)]
     scored = next(group for group in launched["ours"] if group["kernel"].startswith("column_sums"))

@@ -9,99 +9,108 @@ from benchmarks.gpu.prefill_page import section
 from benchmarks.gpu.report import RESULTS
 from benchmarks.gpu.targets import TARGETS
 
-INTRODUCTION = """# What the compiled loops allow
+INTRODUCTION = """# Speed predicted from the compiled kernels
 
     python -m benchmarks.gpu.roofline --write
 
-**Predicted**, and in the columns *measured* what an H200 and an H100 took. The script compiles the loops of attention over packed
-tokens that a decode step launches, for sm_80, sm_90 and sm_100, with Triton {triton}'s own compiler. It reads them in
-the disassembler (SASS): instructions, registers, shared memory, loads, barriers. From these and the GPU's data sheet it
-derives the time that a step takes if nothing else delays it. A real step takes longer: on the H200 1.4 to 2.0 times as
-long, on the H100 1.4 times, and [what a step costs however few tokens it
-meets](README.md#what-a-step-costs-however-few-tokens-it-meets) explains a part of it. So the page says which targets
-are out of reach already, and why; that a target is within a prediction does not say that it is reached.
-Numbers: `benchmarks/results/gpu_roofline.json`.
+All times on this page are **predicted**, except those in the columns *measured*, which are of an H200 and an H100. The script
+compiles the loops of the attention kernels that a decode step launches, for sm_80, sm_90 and sm_100, with the compiler of
+Triton {triton}. In their disassembly (SASS) it counts instructions, registers, shared memory, loads and barriers. From these
+counts and the GPU's data sheet it computes the time that a step takes if nothing else delays it. A real step takes longer: on
+the H200 1.4 to 2.0 times as long, on the H100 1.4 times (GEAR aside, which was measured with earlier kernels). A part of the
+difference is [the cost of a step that does not depend on its number of
+tokens](README.md#what-a-step-costs-however-few-tokens-it-meets). So a target beyond the prediction cannot be reached with these
+kernels, and the page shows which limit prevents it; a target that the prediction reaches may still be missed. All numbers are
+in `benchmarks/results/gpu_roofline.json`.
 
-Shape A: batch 8, 32 query heads and 8 KV heads of 128 channels, 32,768 tokens. The row "MHA" has one sequence of 32
-query and 32 KV heads. The baseline is `scaled_dot_product_attention` (SDPA) over keys and values in bfloat16.
+Shape A: batch 8, 32 query heads and 8 KV heads of 128 channels, 32,768 tokens. The row "MHA" has one sequence with 32 query
+heads and 32 KV heads. The baseline is `scaled_dot_product_attention` (SDPA) over keys and values in bfloat16.
 """
 
 STEPS = """
-## Predictions beside targets
+## Predictions and targets
 
-*attention* is the kernel over packed tokens without any launch's cost. *step* adds what all launches of a layer cost
-as nodes of a CUDA graph, {node} us each. A ratio is SDPA's time over ours. *bound* is what takes the longest in a
-launch of attention. The targets were set for an H200.
+*attention*: time of the kernels that attend to packed tokens, without the cost of their launches. *step with launches* adds the
+cost of all launches of a layer's step as nodes of a CUDA graph, {node} us each. A speedup is SDPA's time over ours; in the rows
+"share of the copy rate" the same columns have the rate at which packed bytes are read, over the rate of a copy. *bound by*: the
+limit that takes longest, for each launch of attention (explained [below](#attention-kernels-time-by-each-limit)). The targets,
+*accept* and *stretch*, were set for an H200.
 
 """
 
 ROOM = """
-## Launches that the targets leave room for
+## How many launches a target allows
 
-As many as fit between the predicted time of attention and SDPA's time divided by the target, at {node} us each. A
-layer's step has to launch no more.
+The largest number of launches of a layer's step with which the step can still reach the target, at {node} us each: they have to
+fit between the predicted time of attention and SDPA's time divided by the target.
 
 """
 
 PARTS = """
-## Where a prediction comes from
+## Attention kernels: time by each limit
 
-Microseconds of a launch of attention by each limit. The largest counts, as if the others were hidden behind it
-wholly. *bytes*: codes and parameters read, parts of the softmax written and read, at the rate of a copy. *busy*: what
-the scheduler that has most to do needs, for issuing or in the named pipe. *waits*: what one program needs alone,
-times its turns and the rounds in which programs follow each other.
+Microseconds of a launch of attention by each limit. The largest one is taken as the launch's time, as if the others overlapped
+with it completely. *bytes*: reading codes and parameters, and writing and reading the partial results of the softmax, at the
+rate of a copy. *busy*: the time for which the busiest scheduler issues instructions, or for which the pipe in brackets is busy.
+*waits*: the time of one iteration of a program that has a multiprocessor to itself (mainly the latency of its loads), times the
+iterations of a program, times the rounds in which programs run one after the other.
 
 """
 
 LOOPS = """
 ## The loops
 
-A *turn* is one passage of the loop, for as many tokens as stand in *tokens*. *at once*: programs that registers and
-shared memory let run side by side on a multiprocessor, where a launch starts {programs}. *a code*: instructions of a
-lane for one code, padding included. *loads* are instructions of a warp; *ahead* are bytes that a program has under
-way from one turn to the next. *waits*: how often a warp alone stops for a load from memory; *alone*: clocks of its
-turn then. The limits that hold these loops are in `kernels/attend/specialisations.py`;
-`tests/kernels/test_ahead_of_time.py` compiles and compares.
+An iteration of a loop processes as many tokens as the column *tokens* says. *resident programs*: how many programs fit the
+registers and the shared memory of a multiprocessor; a launch starts {programs} on each. *instructions a code*: instructions of
+a lane divided by the codes that it processes, padding included. *loads*: load instructions of a warp. *bytes ahead*: bytes that
+a program has requested for the next iteration while it computes one. *stalls*: how often a warp that runs alone stops for a
+load from memory in an iteration. *clocks alone*: the clocks of its iteration then. The limits of these loops are in
+`kernels/attend/specialisations.py`; `tests/kernels/test_ahead_of_time.py` compiles the loops and checks the limits.
+
+The loops with ranges of channels are those of `zipcache`'s prompts and of `gear`, those per channel those of `kivi` ("ahead":
+they also return the scores of keys that are packed before their values). The loop with keys per token is `rtn`'s. The last two
+are `klt`'s, with several bit widths in a token: "turned" loops apply RoPE to the decoded keys, and the "mixed" one also sums
+the key codes from which values are predicted.
 
 """
 
 LISTS = """
-What `gear` adds before attention and behind it (`kernels/outliers`) has two loops: one over 32 tokens of keys, or a warp's
-stretches of 512 tokens of values, and *inside* it one over outliers of each lane, {of_scores} of keys or {of_mixtures}
-of values at a time. With 2 % outliers at random the inner one turns {scores:.1f} times for a tile of keys, as its fullest
-token asks, and {mixtures:.1f} times for a stretch.
+`gear` has two more kernels for its outliers (`kernels/outliers`): *scores*, before attention, for those of keys, and
+*mixtures*, after it, for those of values. The outer loop of each goes over tiles of 32 tokens of keys, or over a warp's
+stretches of 512 tokens of values. The inner loop goes over the outliers of each lane, {of_scores} of keys or {of_mixtures} of
+values in an iteration. With 2 % outliers at random positions the inner loop has {scores:.1f} iterations for a tile of keys, as
+its token with the most outliers needs, and {mixtures:.1f} for a stretch.
 
 """
 
 ASSUMED = """
 ## What is assumed
 
-| GPU | multiprocessors | clock | memory, peak | a copy | from |
+| GPU | multiprocessors | clock | peak rate of memory | rate of a copy | source |
 |---|---|---|---|---|---|
 {devices}
 
-- **Bytes** move at {copy:.0%} of the peak, for SDPA as well. The targets count on 4.3 of an H200's 4.8 TB/s; the same
-  share is assumed of the others.
-- **A multiprocessor** has 4 schedulers, 65,536 registers of 4 bytes, {shared}, 64 warps and 32 programs at most (CUDA
-  programming guide, "Compute Capabilities").
-- **A scheduler** issues one instruction of a warp a clock. Whole numbers, logic, shifts, comparisons and selections
-  take two clocks, and so do float32 operations on an A100; exponentials eight; loads and stores of shared memory and
-  shuffles four for each register ("Throughput of Native Arithmetic Instructions" in the same guide). A matrix
-  instruction of 16 x 8 x 16 takes eight on an A100 and four on an H100, from the dense float16 rate of the data
-  sheet.
-- **A load** from memory comes after {memory} clocks, one from shared memory after {near} (arXiv:2402.13499, measured
-  one at a time; under load they take longer).
-- **A launch** is a node of a CUDA graph, {node} us. Counts are those of `python -m benchmarks.gpu.launches`. SDPA is
-  taken to have {baseline}.
+- **Bytes** move at {copy:.0%} of the peak rate, for SDPA as well. The targets assume 4.3 of an H200's 4.8 TB/s; the same share
+  is assumed for the other GPUs.
+- **A multiprocessor** has 4 schedulers, 65,536 registers of 4 bytes and {shared}.
+  It holds at most 64 warps and 32 programs (CUDA programming guide, "Compute Capabilities").
+- **A scheduler** issues one instruction of a warp per clock. Operations on integers, logic, shifts, comparisons and selections
+  keep their pipe busy for two clocks, and so do float32 operations on an A100; exponentials for eight; loads and stores of
+  shared memory and shuffles for four per register ("Throughput of Native Arithmetic Instructions" in the same guide). A matrix
+  instruction of 16 x 8 x 16 takes eight clocks on an A100 and four on an H100, by the dense float16 rate of the data sheet.
+- **A load** from memory arrives after {memory} clocks, one from shared memory after {near} (arXiv:2402.13499, measured one at a
+  time; with more loads in flight they take longer).
+- **A launch** is a node of a CUDA graph and costs {node} us. The numbers of launches are those of
+  `python -m benchmarks.gpu.launches`. SDPA is assumed to take {baseline} launches.
 
 ## What is left out
 
-- The exact window and the new token, the merge of parts and torch's own kernels count as launches alone; their bytes
-  are a few percent.
-- What limits do to each other, what arithmetic takes beyond its issue, barriers of several warps, bank conflicts, the
-  memory's loss on short runs, clocks below the boost: all make a step slower.
-- SDPA is taken at its best, bound by its bytes. Where torch's backend is slower, ratios are higher.
-- sm_100 is compiled and counted. No time is predicted for it.
+- Attention over the exact window and the new token, the merge of the partial results, and torch's own kernels: of these only
+  the cost of the launches is counted; their bytes are a few percent.
+- What slows one limit down when another is reached at the same time, latencies of arithmetic, barriers between several warps,
+  bank conflicts, the lower memory rate of short reads, and clocks below the boost clock: all of these make a step slower.
+- SDPA is assumed to be limited by its bytes alone. Where torch's backend is slower, the speedups are higher.
+- The kernels are compiled and counted for sm_100 as well, but no time is predicted for it.
 """
 
 Run = Mapping[str, Any]
@@ -185,9 +194,9 @@ def page(run: Run, of: Sequence[Run]) -> str:
         "step",
         "GPU",
         "attention",
-        "step, launches included",
-        "attention : SDPA",
-        "step : SDPA",
+        "step with launches",
+        "speedup of attention",
+        "speedup of the step",
         "accept",
         "stretch",
     ]
@@ -196,13 +205,29 @@ def page(run: Run, of: Sequence[Run]) -> str:
         "GPU",
         "loop",
         "read",
-        "programs of a head",
-        "turns of each",
-        "on a multiprocessor",
-        "bytes",
-        "busy",
+        "programs for a KV head",
+        "iterations of each",
+        "programs on a multiprocessor",
+        "bytes, us",
+        "busy, us",
     ]
-    loops = ["loop", "for", "registers", "spilled bytes", "shared bytes", "at once", "tokens", "instructions", "a code"]
+    loops = [
+        "loop",
+        "compiled for",
+        "registers",
+        "spilled bytes",
+        "shared bytes",
+        "resident programs",
+        "tokens",
+        "instructions",
+        "instructions a code",
+        "busy clocks",
+        "loads",
+        "bytes ahead",
+        "barriers",
+        "stalls",
+        "clocks alone",
+    ]
     devices = "\n".join(
         f"| {own['name']} | {own['multiprocessors']} | {own['hertz'] / 1e9:.2f} GHz | {own['bytes_per_second'] / 1e9:,.0f} GB/s "
         f"| {run['copy'] * own['bytes_per_second'] / 1e9:,.0f} GB/s | {own['source']} |"
@@ -210,17 +235,26 @@ def page(run: Run, of: Sequence[Run]) -> str:
     )
     shared = f"{SHARED[80] >> 10} KiB of shared memory on an A100 and {SHARED[90] >> 10} on an H100"
     text = INTRODUCTION.format(triton=run["triton"]) + STEPS.format(node=node)
-    text += table([*steps, "measured", "bound"], step_rows(run, of))
+    text += table([*steps, "measured", "bound by"], step_rows(run, of))
     text += ROOM.format(node=f"{1e6 * run['node_seconds'][1]:g}")
-    text += table(["step", "GPU", "method", "launches today", "for accept", "for stretch"], room(run))
+    text += table(["step", "GPU", "method", "launches now", "at most for accept", "at most for stretch"], room(run))
     text += section(run["prefill"], of, run["node_seconds"])
-    text += PARTS + table([*parts, "waits"], part_rows(run))
+    text += PARTS + table([*parts, "waits, us"], part_rows(run))
     text += LOOPS.format(programs=PROGRAMS)
-    text += table([*loops, "busy", "loads", "bytes ahead", "barriers", "waits", "alone"], loop_rows(run))
+    text += table(loops, loop_rows(run))
     share = run["outliers"]
     turns = {"scores": turns_of_tile(share), "mixtures": turns_of_stretch(share)}
     text += LISTS.format(**turns, of_scores=AT_ONCE[SCORES], of_mixtures=AT_ONCE[MIXTURES])
-    lists = ["kernel", "for", "registers", "at once", "instructions", "inside", "alone", "inside"]
+    lists = [
+        "kernel",
+        "compiled for",
+        "registers",
+        "resident programs",
+        "instructions, outer loop",
+        "instructions, inner loop",
+        "clocks alone, outer loop",
+        "clocks alone, inner loop",
+    ]
     text += table(lists, list_rows(run))
     return text + ASSUMED.format(
         devices=devices, copy=run["copy"], shared=shared, memory=MEMORY, near=NEAR, node=node, baseline=BASELINE_NODES
