@@ -18,20 +18,20 @@ from calib.markdown_page import code, plain
 
 MIB = 2**20
 TIMES = (
-    "All rows get the same random tokens in one process and decode in turns, in another order each turn. Times are medians, in "
-    "brackets their quartiles; a speed over the baseline's is its time over the row's, turn by turn, so that above 1 the row "
-    "is faster. The row whose name ends in 'again' is a second cache of the baseline: its distance from 1 is noise. First token: "
-    "from the creation of the cache until the token is in host memory."
+    "All rows get the same random tokens in one process and decode in turns, in another order each turn. Times are medians, with "
+    "quartiles in brackets. A speed over the baseline is the baseline's time over the row's in the same turn: above 1 the row "
+    "is faster. The row whose name ends in 'again' is a second cache of the baseline, so its ratio differs from 1 only by noise. "
+    "First token: the time from the creation of the cache until the token is in host memory."
 )
 BYTES = (
-    "Cache: all its tensors on the device after the new tokens. Peaks are the most memory in use, without what was in use "
-    "before the cache was created (weights included), each row alone: by the GPU's allocator, on a CPU by the operating "
-    "system for the whole process. An empty cell: not known."
+    "Cache: all its tensors on the device after the new tokens. Peaks: the most memory in use, minus what was in use before the "
+    "cache was created (the weights, for example), with no other row's cache in memory. On a GPU they are reported by PyTorch's "
+    "allocator, on a CPU by the operating system for the whole process. An empty cell means that the value is not known."
 )
 COMPUTED = (
-    "Computed from the bytes of the batches 1 and 2, as weights + fixed + rows x a row: by the peak, or by the cache alone (an "
-    "upper bound of the batch) if the peak is not known or a larger batch does not confirm it. On a GPU batches near the "
-    "computed one are tried as well. CUDA's own context is not included."
+    "Computed from the bytes of batches 1 and 2, as weights + fixed + batch size x bytes per sequence. These are the bytes of the "
+    "peak, or of the cache alone (the batch is then an upper bound) if the peak is not known or a larger batch does not confirm "
+    "it. On a GPU batches near the computed one are tried as well. CUDA's own context is not included."
 )
 
 
@@ -98,7 +98,7 @@ def bench_model(run: Run) -> str:
         f"{config['model']} in {config['dtype']} on {config['device']} ({machine}), weights "
         f"{spoken_size(run['model']['bytes'])}; {config['new_tokens']} new tokens in {config['turns']} turns, baseline "
         f"{config['baseline']}, seed {config['seed']}; {', '.join(f'{name} {value}' for name, value in versions.items())}. "
-        "Nothing on this page is entered by hand."
+        "All figures on this page were written by this command."
     )
 
 
@@ -115,9 +115,9 @@ def speed(run: Run, batch: int, looks: dict[str, int]) -> Iterator[str]:
         told = f"{row['name']}: {number(middle)} tokens/s [{number(low)}, {number(high)}] at {row['context']} tokens"
         return Dot(row["context"], middle, (low, high), told)
 
-    yield f"<h3>{words(rows_at_once(batch))}</h3>"
+    yield f"<h3>{words(batch_in_words(batch))}</h3>"
     lines = {name: [dot(row) for row in found] for name, found in measured(run, batch, looks).items()}
-    yield from curves(lines, looks, "tokens per second", f"tokens per second against context, {rows_at_once(batch)}")
+    yield from curves(lines, looks, "tokens per second", f"tokens per second against context, {batch_in_words(batch)}")
 
 
 def memory(run: Run, batch: int, looks: dict[str, int]) -> Iterator[str]:
@@ -127,9 +127,9 @@ def memory(run: Run, batch: int, looks: dict[str, int]) -> Iterator[str]:
         size = row["sizes"]["measured_bytes"]
         return Dot(row["context"], size / MIB, None, f"{row['name']}: {spoken_size(size)} at {row['context']} tokens")
 
-    yield f"<h3>{words(rows_at_once(batch))}</h3>"
+    yield f"<h3>{words(batch_in_words(batch))}</h3>"
     lines = {name: [dot(row) for row in found] for name, found in measured(run, batch, looks).items()}
-    yield from curves(lines, looks, "cache, MiB", f"memory of the cache against context, {rows_at_once(batch)}")
+    yield from curves(lines, looks, "cache, MiB", f"memory of the cache against context, {batch_in_words(batch)}")
 
 
 def legend(looks: dict[str, int]) -> str:
@@ -144,9 +144,9 @@ def measured(run: Run, batch: int, names: Iterable[str]) -> dict[str, list[Row]]
     return {name: [row for row in cells if row["name"] == name and "error" not in row] for name in names}
 
 
-def rows_at_once(batch: int) -> str:
+def batch_in_words(batch: int) -> str:
     """Returns a batch in words."""
-    return f"{batch} row{'s' if batch > 1 else ''} at once"
+    return f"batch size {batch}"
 
 
 def listed(title: str, texts: Iterator[str], look: str) -> Iterator[str]:

@@ -47,9 +47,9 @@ def of_cell(run: Run, batch: int, context: int) -> Iterator[Table]:
     }
     sizes: dict[str, Callable[[Row], str]] = {
         "cache": lambda row: size(row["sizes"]["measured_bytes"]),
-        "predicted": lambda row: size(row["sizes"]["predicted_bytes"]),
-        "of DynamicCache": lambda row: share(row["sizes"]),
-        "host": lambda row: size(row["sizes"]["host_bytes"] or None),
+        "predicted cache": lambda row: size(row["sizes"]["predicted_bytes"]),
+        "share of DynamicCache": lambda row: share(row["sizes"]),
+        "in host memory": lambda row: size(row["sizes"]["host_bytes"] or None),
         "bits per value": lambda row: bits(row["sizes"]),
         "peak of prefill": lambda row: size(row["peak_bytes"]["prefill"]),
         "peak of decode": lambda row: size(row["peak_bytes"]["decode"]),
@@ -71,7 +71,7 @@ def table_of(title: str, rows: Sequence[Row], columns: Mapping[str, Callable[[Ro
 
 def largest_table(run: Run) -> Table:
     """Returns the table of the computed and tried largest batches, with the two numbers of the linear law."""
-    header = ["method", "context", "computed", "by", "tried", "fixed", "a row", "cache a row"]
+    header = ["method", "context", "computed", "computed from", "tried", "fixed", "per sequence", "cache per sequence"]
     lines = []
     for row in run["largest"]:
         if "error" in row:

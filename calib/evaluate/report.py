@@ -18,17 +18,18 @@ from calib.html_page.table import Table
 from calib.markdown_page import code, heading, line, plain, section
 
 FAILED = "failed"
-INTERVAL = "In brackets the 95 % interval."
+INTERVAL = "Square brackets have 95 % confidence intervals."
 COUNTING = (
-    "Bits are true bits per value: every byte the cache holds on the device at the end (codes, parameters, positions, "
-    "exact tokens, pages with their empty slots, tables), over the values of the tokens seen; bytes placed in host memory "
-    "stand apart, as `host`. `paper counting` is what the method's paper counts (`runtime/methods/paper_counting.py`); "
-    "`marginal` is what one more token will take. Shares are of the bytes that transformers' `DynamicCache` takes for the same "
-    "tokens in the model's dtype, padding left out."
+    "Bits are true bits per value: all bits that the cache holds on the device at the end (codes, parameters, positions, "
+    "exact tokens, pages with their empty slots, tables), divided by the number of key and value elements of the tokens seen. "
+    "Host memory is not included; `host bytes` has it. `paper counting`: bits per value by the formula of the method's paper "
+    "(`runtime/methods/paper_counting.py`). `marginal bits`: bits per value that one more token would take. "
+    "`share of DynamicCache`: relative to the bytes that transformers' `DynamicCache` takes for the same tokens in the model's "
+    "dtype, without padding. `predicted bytes`: computed from shapes alone."
 )
 NOT_ENCODED = (
-    "\\* nothing is encoded yet: every token is still exact in the window, so this size says nothing about the method (longer "
-    "prompts or a shorter window do), and the cell is on no Pareto front."
+    "\\* nothing is encoded yet: every token is still exact in the window. This size does not show what the method saves (use "
+    "longer prompts or a shorter window), and the cell is on no Pareto front."
 )
 
 
@@ -104,20 +105,22 @@ def about(evaluation: Evaluation, results: Mapping[str, Result]) -> Iterator[str
     """Yields lines that describe the model, the settings and the columns."""
     base, versions = evaluation.base, evaluation.base["versions"]
     products = (
-        "" if evaluation.request.products == "model" else ", linear layers multiplied in float32 and rounded once"
+        ""
+        if evaluation.request.products == "model"
+        else ", products of linear layers computed in float32 and rounded once"
     )
     yield (
         f"{plain(model_name(evaluation.request.model))} in {base['dtype']} on {base['device']}, seed {base['seed']}, "
-        f"{base['batch_size']} rows at once{products}; "
+        f"batch size {base['batch_size']}{products}; "
         + ", ".join(f"{name} {number}" for name, number in versions.items())
-        + ". Nothing on this page is entered by hand."
+        + ". All figures on this page were written by this command."
     )
     yield ""
     for column in evaluation.columns:
         details = ", ".join(
             f"{name} {value}" for name, value in column.settings.items() if name not in ("task", "sha256")
         )
-        yield f"- **{plain(': '.join(names(column)))}**; {plain(details)}; {column.length:.0f} tokens a row in the cache"
+        yield f"- **{plain(': '.join(names(column)))}**; {plain(details)}; {column.length:.0f} tokens per sequence in the cache"
     yield ""
     yield f"{INTERVAL} {COUNTING}"
     yield from (f"\n{plain(sentence)}" for sentence in reused(results.values()))
@@ -187,11 +190,11 @@ def details(evaluation: Evaluation, results: Mapping[str, Result], column: Colum
     sizes = [
         "bits per value",
         "paper counting",
-        "marginal",
+        "marginal bits",
         "bytes",
-        "of DynamicCache",
-        "predicted",
-        "host",
+        "share of DynamicCache",
+        "predicted bytes",
+        "host bytes",
         "seconds",
     ]
     yield from heading(["method", column.measure_name, *sizes])

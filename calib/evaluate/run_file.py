@@ -138,8 +138,8 @@ def reused(cells: Iterable[Mapping[str, Any]]) -> list[str]:
         machine = ", ".join(f"{spoken(name)} {value}" for name, value in source["machine"].items())
         found[source["results_sha256"], machine] = found.get((source["results_sha256"], machine), 0) + 1
     return [
-        f"{count} cells were taken over from an earlier run and not measured here: its results.json has the SHA-256 {digest}, its "
-        f"machine was {machine or 'not told'}."
+        f"{count} cells were taken over from an earlier run and not measured again. SHA-256 of its results.json: {digest}; its "
+        f"machine: {machine or 'not recorded'}."
         for (digest, machine), count in found.items()
     ]
 

@@ -28,15 +28,15 @@ def unsolved(run: Run) -> dict[str, str]:
 
 
 def reason(cell: dict[str, Any], chance: float) -> str:
-    """Returns "full has 0.040 [0.011, 0.135] exact answers, and guessing 0.050"."""
-    figures, guess = cell["figures"], f", and guessing {number(chance)}" if chance else ""
+    """Returns "full has 0.040 [0.011, 0.135] exact answers, and guessing gives 0.050"."""
+    figures, guess = cell["figures"], f", and guessing gives {number(chance)}" if chance else ""
     ends = "" if "high" not in figures else f" [{number(figures['low'])}, {number(figures['high'])}]"
     return f"{cell['name']} has {number(figures['exact'])}{ends} exact answers{guess}"
 
 
 def note(title: str, why: str) -> str:
     """Returns the line below a table on an unsolved column."""
-    return f"{MARK} {title} says nothing about the methods: {why}. Give the model a task that it solves with the full cache."
+    return f"{MARK} {title} does not distinguish the methods: {why}. Give the model a task that it solves with the full cache."
 
 
 def marked(heading: str, columns: dict[str, str], title: str) -> str:

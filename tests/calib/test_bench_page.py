@@ -59,7 +59,7 @@ def test_tables_say_what_the_document_holds(report):
     assert sizes.header == [
         "method",
         "cache",
-        "predicted",
+        "predicted cache",
         "bits per value",
         "peak of decode",
     ]  # no host, no other peak

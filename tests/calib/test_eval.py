@@ -94,14 +94,14 @@ def test_a_run_writes_every_cell_and_a_page(config, tmp_path, capsys):
         "kivi",
     ]
     assert "text sampled from the model" in page and "paper counting" in page
-    guess = "everything has 0.000 [0.000, 0.490] exact answers, and guessing"  # a random model finds no line
+    guess = "everything has 0.000 [0.000, 0.490] exact answers, and guessing gives"  # a random model finds no line
     for column, chance in (("3 lines", "0.333"), ("5 lines", "0.200")):
-        assert f"† {column} says nothing about the methods: {guess} {chance}." in page
+        assert f"† {column} does not distinguish the methods: {guess} {chance}." in page
         assert f"{column}: exact answers, log p †" in table
     assert "† perplexity" not in page and "perplexity †" not in page
     shown = capsys.readouterr().out
     assert all(word in shown for word in ("Reference", "rtn-2", "5 lines", "perplexity", "9 cells, 0 of them finished"))
-    assert f"† 3 lines says nothing about the methods: {guess}" in shown
+    assert f"† 3 lines does not distinguish the methods: {guess}" in shown
     assert not list((tmp_path / "out").rglob("*.tmp"))
 
 

@@ -64,7 +64,7 @@ def test_a_run_and_what_its_report_says(evaluate, tmp_path):
         assert cell["sizes"]["measured_bytes"] > 0 and cell["sizes"]["dynamic_bytes"] > 0
     page = (tmp_path / "out" / "report.md").read_text()
     assert "cut\\_prompts 1" in page or "cut_prompts 1" in page
-    assert "† sums says nothing about the methods: full has 0.000" in page
+    assert "† sums does not distinguish the methods: full has 0.000" in page
     status, shown, _ = evaluate(*tasks)
     assert status == 0 and "4 cells, 4 of them finished before" in shown.out
     tasks[0]["chat_template"] = False

@@ -86,7 +86,7 @@ def test_a_fresh_clone_goes_on_from_a_committed_file(model, earlier, tmp_path, m
     assert now["cells"][:4] == [{**cell, "reused": source} for cell in then["cells"]]
     assert not any("reused" in cell for cell in now["cells"][4:])
     assert {key: now[key] for key in now if key != "cells"} == {key: then[key] for key in then if key != "cells"}
-    said = f"4 cells were taken over from an earlier run and not measured here: its results.json has the SHA-256 {source[DIGEST]}"
+    said = f"4 cells were taken over from an earlier run and not measured again. SHA-256 of its results.json: {source[DIGEST]};"
     assert all(said in (tmp_path / "out" / name).read_text() for name in ("report.md", "report.html"))
 
     measured.clear()  # reused cells stay finished, with the file and without it

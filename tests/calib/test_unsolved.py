@@ -24,7 +24,7 @@ def run(exact, low, high, chance=None, method="full"):
     ("figures", "chance", "reason"),
     [
         ((0.0, 0.0, 0.16), None, "full has 0.000 [0.000, 0.160] exact answers"),
-        ((0.1, 0.03, 0.3), 0.05, "full has 0.100 [0.030, 0.300] exact answers, and guessing 0.050"),
+        ((0.1, 0.03, 0.3), 0.05, "full has 0.100 [0.030, 0.300] exact answers, and guessing gives 0.050"),
         ((0.1, 0.03, 0.3), None, None),
         ((0.3, 0.15, 0.5), 0.05, None),
         ((0.1, 0.03, 0.3), "much", None),
@@ -47,7 +47,7 @@ def test_only_a_full_row_tells():
 
 def test_the_page_marks_it():
     marked, solved = page(run(0.0, 0.0, 0.16), "calib eval"), page(run(1.0, 0.84, 1.0), "calib eval")
-    assert "needle 64 †</th>" in marked and "† needle 64 says nothing about the methods: full has 0.000" in marked
+    assert "needle 64 †</th>" in marked and "† needle 64 does not distinguish the methods: full has 0.000" in marked
     assert "†" not in solved
 
 

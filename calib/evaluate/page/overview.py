@@ -101,7 +101,7 @@ def overview(run: Run) -> Iterator[str]:
     yield "</tbody></table></div>"
     yield from (f"<p>{words(note(title, why))}</p>" for title, why in nothing.items())
     if any("sizes" in cell and not is_encoded(cell["sizes"]) for cell in run["cells"]):
-        yield f"<p>* {EARLY}, so the size says nothing about the method; such a cell is on no front.</p>"
+        yield f"<p>* {EARLY}, so the size does not show what the method saves; such a cell is on no Pareto front.</p>"
 
 
 def figures_of(found: Sequence[Row], title: str) -> list[str]:

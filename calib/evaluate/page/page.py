@@ -16,7 +16,10 @@ from calib.evaluate.run_file import Row, Run, reused, rows
 from calib.html_page.document import document
 from calib.html_page.table import Table, section, words
 
-ABOUT = "Bits are true bits per value, everything on the device counted; in brackets the 95 % interval."
+ABOUT = (
+    "Bits are true bits per value: everything that the cache holds on the device is counted. Square brackets have 95 % confidence "
+    "intervals."
+)
 TOLD = ("task", "title", "measures")  # entries of a column that are shown separately from its settings
 
 
@@ -59,7 +62,7 @@ def subject(run: Run) -> str:
     config = run["config"]
     return (
         f"{config.get('model')} in {config.get('dtype')} on {config.get('device')}, seed {config.get('seed')}, "
-        f"{config.get('batch_size')} rows at once."
+        f"batch size {config.get('batch_size')}."
     )
 
 
