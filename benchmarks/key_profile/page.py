@@ -23,12 +23,11 @@ from calib.errors import UsageError
 LENGTH = 512
 SEQUENCES = 8
 STATES = (
-    "| layer | largest key channel / median, before RoPE | after | channels above 3 medians, before | after | largest value "
-    "channel / median | effective rank of keys, before RoPE | after | directions for 90 %, before | after |\n"
-    + "|---" * 10
-    + "|"
+    "| layer | largest key channel / median, before RoPE | after RoPE | key channels above 3 medians, before RoPE | after RoPE "
+    "| largest value channel / median | effective rank of keys, before RoPE | after RoPE | directions with 90 % of the keys' "
+    "variance, before RoPE | after RoPE |\n" + "|---" * 10 + "|"
 )
-ATTENTION = "| layer | on the first token | top 1 % | top 5 % | top 10 % |\n|---|---|---|---|---|"
+ATTENTION = "| layer | on the first token | on the top 1 % of tokens | on the top 5 % | on the top 10 % |\n|---|---|---|---|---|"
 
 
 def text_sequences(tokenizer: PreTrainedTokenizerBase, text: str, first: int) -> Tensor:
@@ -95,12 +94,12 @@ def page(folders: list[Path], text: str, label: str, command: str) -> str:
     """The page for the models in `folders`, the first one's name in the title."""
     parts = [
         f"# What the keys of {folders[0].name} look like\n",
-        f"Written by `{command}`; nothing on this page is entered by hand.\n",
+        f"Everything on this page was written by `{command}`.\n",
         f"{SEQUENCES} sequences of {LENGTH} tokens of {label} and as many of keyed lines (`line word: 1234`), float32. "
-        f"A channel's magnitude is its mean |x|; attention is taken over the queries that see at least {LEAST_SEEN} tokens; "
-        "effective rank is exp of the entropy of the singular values of the centred keys (Roy and Vetterli 2007), mean "
-        "over KV heads. Definitions: `benchmarks/key_profile/profile.py`. The sentences under a table speak of this model on "
-        "this text and are chosen by its numbers; they say nothing about larger models.\n",
+        f"A channel's magnitude is its mean |x|. Shares of the attention are means over the queries that see at least {LEAST_SEEN} "
+        "tokens. Effective rank is exp of the entropy of the singular values of the centred keys (Roy and Vetterli 2007), mean "
+        "over KV heads. All definitions are in `benchmarks/key_profile/profile.py`. The sentences under a table are chosen by its "
+        "numbers. They hold for this model on this text and say nothing about larger models.\n",
     ]
     for folder in folders:
         model, tokenizer = load(str(folder), "float32")

@@ -14,18 +14,18 @@ def outlier_words(layers: list[LayerProfile]) -> str:
     further = sum(p.keys.largest > FURTHER * p.values.largest for p in layers)
     furthest = max(max(p.keys.largest, p.before.largest if p.before else 0) for p in layers)
     words = (
-        f"**Outlier channels.** In {further} of {len(layers)} layers the largest key channel after RoPE stands more than "
-        f"{FURTHER} times as far out as the largest value channel"
+        f"**Outlier channels.** In {further} of {len(layers)} layers the largest key channel after RoPE, relative to the median, "
+        f"is more than {FURTHER} times the largest value channel"
     )
     stands = (
-        "; these layers can stand for models whose keys, unlike their values, have outlier channels"
+        "; these layers represent models whose keys, unlike their values, have outlier channels"
         if further
-        else ": it cannot stand for models whose keys, unlike their values, have outlier channels"
+        else ": the model does not represent models whose keys, unlike their values, have outlier channels"
     )
     limit = (
-        f". The furthest is {furthest:.1f} medians out, so it cannot stand for channels further out than that."
+        f". The largest channel is {furthest:.1f} times the median, so the model does not represent larger outliers."
         if furthest < MANY_MEDIANS
-        else f". The furthest is {furthest:.1f} medians out."
+        else f". The largest channel is {furthest:.1f} times the median."
     )
     return words + stands + limit
 
@@ -34,41 +34,41 @@ def sink_words(layers: list[LayerProfile], tokens: int) -> str:
     """How much more than an even share of the attention the first token gets."""
     even = sum(1 / seen for seen in range(LEAST_SEEN, tokens + 1)) / (tokens - LEAST_SEEN + 1)
     sinks = [p.layer for p in layers if p.sink > SINK * even]
-    words = f"**Sinks.** An even share of the attention would be {even:.1%}. "
+    words = f"**Attention sinks.** If attention were spread evenly, a token would get {even:.1%} of it. "
     if sinks:
         return words + (
             f"The first token gets more than {SINK} times that in layer{'s' * (len(sinks) > 1)} "
-            f"{', '.join(map(str, sinks))}: a method that evicts it changes what these layers compute."
+            f"{', '.join(map(str, sinks))}: a method that evicts it changes the outputs of these layers."
         )
-    return words + f"No layer gives the first token {SINK} times that: it cannot stand for models with attention sinks."
+    return (
+        words
+        + f"No layer gives the first token {SINK} times that: the model does not represent models with attention sinks."
+    )
 
 
 def mass_words(layers: list[LayerProfile]) -> str:
     """Whether few tokens carry the attention."""
     few = [p.layer for p in layers if p.top[1] >= MOST]
     words = (
-        f"**Concentration.** The top 5 % of tokens hold {MOST:.0%} of the attention or more in {len(few)} of {len(layers)} "
+        f"**Concentration.** The top 5 % of tokens get {MOST:.0%} of the attention or more in {len(few)} of {len(layers)} "
         "layers"
     )
     if len(few) == len(layers):
-        return (
-            f"{words}: it stands for sparse attention, and cannot show what eviction costs where attention is spread."
-        )
+        return f"{words}: the model represents sparse attention, and cannot show what eviction costs where attention is spread."
     if few:
-        return f"{words}: it holds both kinds, sparse attention and spread attention."
-    return f"{words}: it cannot stand for models with sparse attention."
+        return f"{words}: the model has both sparse attention and spread attention."
+    return f"{words}: the model does not represent models with sparse attention."
 
 
 def rank_words(layers: list[LayerProfile]) -> str:
     """Whether keys lie in fewer directions before RoPE."""
     after = [p.keys.rank / p.head_dim for p in layers]
     before = [p.before.rank / p.head_dim for p in layers if p.before]
-    words = f"**Rank.** The keys' effective rank after RoPE is {min(after):.0%} to {max(after):.0%} of head_dim"
+    words = f"**Rank.** The effective rank of the keys after RoPE is {min(after):.0%} to {max(after):.0%} of head_dim"
     if not before:
-        return f"{words}; this model has no key projection of its own to look at before RoPE."
+        return f"{words}; this model has no separate key projection, so keys before RoPE are not shown."
     lower = sum(b < LOWER * a for b, a in zip(before, after, strict=True))
     return (
-        f"{words}, before {min(before):.0%} to {max(before):.0%}; it is lower before by more than a tenth in {lower} of "
-        f"{len(layers)} layers"
-        + (": there keys before RoPE can be held in fewer directions than after." if lower else ".")
+        f"{words}, before RoPE {min(before):.0%} to {max(before):.0%}. Before RoPE it is lower by more than a tenth in {lower} of "
+        f"{len(layers)} layers" + (": their keys need fewer directions before RoPE than after it." if lower else ".")
     )

@@ -152,7 +152,7 @@ def test_profile_sees_every_layer_before_and_after_rope():
 def test_words_follow_the_numbers():
     even = sum(1 / n for n in range(100, 513)) / 413
     quiet, sink = (SimpleNamespace(layer=3, sink=share * even) for share in (9, 11))
-    assert "cannot stand for models with attention sinks" in sink_words([quiet], 512)
+    assert "does not represent models with attention sinks" in sink_words([quiet], 512)
     assert "in layer 3:" in sink_words([quiet, sink], 512)
 
 
