@@ -47,6 +47,12 @@ TITLES = {
     "coding": "klt on other text: sizes, predictions and a trellis",
 }
 
+TOLD = """\
+`klt` calibrated on one corpus (first column) and evaluated on several texts. A text's column has the KL divergence from the full
+cache in nats per token, the last column the share of exact answers on 60 lines. The corpus "generated" is half retrieval documents
+and half samples of the model. "A quarter sampled" means that a quarter of the corpus is samples of the model, "all" means all texts
+together. Written by `benchmarks/klt_mismatch.py`."""
+
 
 def corpora(asked: argparse.Namespace, texts: dict[str, tuple[str, str]]) -> dict[str, list[str]]:
     """Returns by name the options of each fit's corpus.
@@ -118,7 +124,9 @@ def table(compared: str, found: dict[str, dict[str, dict[str, float]]]) -> str:
     """Returns a table with a line for each corpus and row compared."""
     columns = list(next(iter(found["generated"].values())))
     lines = [
-        f"| calibrated on | bits, {'RoPE' if compared == 'rope' else 'components'} | " + " | ".join(columns) + " |",
+        f"| calibrated on | bits, {'keys before or after RoPE' if compared == 'rope' else 'coding of components'} | "
+        + " | ".join(columns)
+        + " |",
         "|---|---|" + "---|" * len(columns),
     ]
     for corpus, rows in found.items():
@@ -130,8 +138,7 @@ def table(compared: str, found: dict[str, dict[str, dict[str, float]]]) -> str:
 
 def page(compared: str, found: dict[str, dict[str, dict[str, float]]]) -> str:
     """Returns the page of docs/results/klt: the table under its title."""
-    told = "KL in nats a token, and the share of exact answers on 60 lines; by `benchmarks/klt_mismatch.py`."
-    return f"# {TITLES[compared]}\n\n{told}\n\n{table(compared, found)}"
+    return f"# {TITLES[compared]}\n\n{TOLD}\n\n{table(compared, found)}"
 
 
 def main() -> None:

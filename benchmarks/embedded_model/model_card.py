@@ -4,6 +4,7 @@ python -m benchmarks.embedded_model.model_card artifacts/tiny-llama --text VALID
 """
 
 import argparse
+import re
 from pathlib import Path
 from typing import Any
 
@@ -26,23 +27,23 @@ language: en
 
 {parameters:,} parameters: {layers} layers, hidden {hidden}, MLP {mlp}, {heads} query and {kv_heads} KV heads
 of {head_dim}, RoPE theta {theta:g}, tied embeddings, {positions} positions; byte-level BPE of {vocabulary}
-tokens, every digit a token of its own. Weights are float16. It exists to measure what compression does to a KV cache:
-small enough for two CPU cores, trained, with answers that are exactly right or wrong. It is no assistant and its prose
-is not to be trusted.
+tokens, in which every digit is one token. Weights are float16. It exists to measure what compression does to a KV cache:
+it is trained, small enough for two CPU cores, and its answers are exactly right or wrong. It is no assistant, and what it
+writes is not reliable.
 
 ## Training
 """
 MEASURED = """
 ## Measured
 
-On this folder's weights, in float32; shares with their 95 % interval. An answer counts when all four digits are right
-under greedy decoding. Cases are fresh: no pair of key and number and no two neighbouring keys of them stand in the
-generator's training documents (`calib.documents.splits`), and the checkpoint was chosen on others. Perplexity:
-{validation}, windows of 512 tokens, tokenised spacing taken back to written English where it had any;
-the checkpoint was chosen with the loss on some of these windows. The trigram (interpolated Kneser-Ney) has the same
-tokenizer and training text.
+Measured with the weights in this folder, in float32. Shares of right answers have their 95 % confidence interval; an
+answer is right if greedy decoding gives all four digits. The cases were not seen in training: none of their pairs of key
+and number and no two of their neighbouring keys are in the generator's training documents (`calib.documents.splits`), and
+the checkpoint was chosen on other cases. Perplexity: {validation}, windows of 512 tokens, with
+tokenised spacing, if the text has any, replaced by that of written English; the checkpoint was chosen by the loss on some
+of these windows. The trigram model (interpolated Kneser-Ney) has the same tokenizer and training text.
 
-| | | 95 % interval | cases |
+| measure | value | 95 % interval | cases |
 |---|---|---|---|
 {rows}
 
@@ -116,8 +117,11 @@ def run_words(number: int, run: Run) -> str:
 {run["tokens"] / 1e6:.1f} million tokens; exported: step {run["exported_step"]:,}. AdamW {tuple(run["betas"])}, learning rate
 {run["learning_rate"]:g} after {schedule}, weight decay {run["weight_decay"]:g}.
 Text: {run["text"]} (SHA-256 {run["text_sha256"][:16]}).
-Generated documents: `calib.documents.generators`; their loss is on the answers only.
+Generated documents are those of `calib.documents.generators`; their loss is that of the answers only.
 {note}
+The phases of the training, in order. *language* to *keyed lines*: shares of the rows. *digits*: lengths of the numbers,
+one drawn for each row. *numbers as keys*: share of the rows of keyed lines whose keys are numbers instead of words.
+
 | share of steps | rows x tokens | language | copying | needles | keyed lines | digits | numbers as keys |
 |---|---|---|---|---|---|---|---|
 {chr(10).join(phase_row(phase) for phase in run["phases"])}
@@ -145,7 +149,7 @@ def phase_row(phase: dict[str, Any]) -> str:
 
 def row(name: str, value: Any) -> str:
     """One figure as a row of the card's table."""
-    words = name.replace("_", " ")
+    words = re.sub(r"depth (\d+) (\d+)$", r"depth \1 to \2 %", name.replace("_", " "))
     if isinstance(value, dict):
         return f"| {words} | {value['exact']:.3f} | {value['low']:.3f} to {value['high']:.3f} | {value['cases']} |"
     return f"| {words} | {value:.3f} | | |"

@@ -36,7 +36,8 @@ def report(cells: list[CellReport]) -> str:
     parts = ["# The cache contract", introduction(cells)]
     for architecture in ARCHITECTURES:
         query, kv, head_dim = architecture.heads
-        parts.append(f"## {architecture}\n\n{architecture.family}, {query} query heads on {kv} of {head_dim} channels.")
+        heads = f"{query} query heads and {kv} KV head{'s' * (kv > 1)} of {head_dim} channels"
+        parts.append(f"## {architecture}\n\n{architecture.family}, {heads}.")
         own = [seen for seen in cells if seen.cell["architecture"] == architecture.name]
         parts.append(table("mode", list(MODES), [seen for seen in own if seen.cell["dtype"] == "float32"]))
     for dtype in (str(dtype).removeprefix("torch.") for dtype in SHORT):
@@ -47,16 +48,17 @@ def report(cells: list[CellReport]) -> str:
 
 
 INTRODUCTION = """\
-Every way of generating, with every method, on every architecture: random weights, two layers, rows of about 500 to 650
-tokens. `full` is compared with `DynamicCache`, every other method with a float64 model that attends what the cache's
-pages decode to, at every forward; the tokens generated are the same. (Where all layers slide, `DynamicCache` counts the
-padding between turns as part of the window, so there `full` is compared with the float64 model as well.) At the end
-every row must hold its own tokens and no others, with the codes they get when encoded alone and in one piece; methods by
-importance, which hold what attention chose, none but their own, each once, as their tiers encode them.
+Every way of generating (mode), with every method, on every architecture: random weights, two layers, sequences of about 500 to
+650 tokens. `full` is compared with `DynamicCache`. Every other method is compared, at every forward, with a float64 model
+whose attention uses the keys and values that the cache's pages decode to; both have to generate the same tokens. (If all layers
+have a sliding window, `DynamicCache` counts the padding between turns as part of the window, so there `full` is compared with the
+float64 model as well.) At the end every sequence must hold its own tokens and no others, with the codes that they get when
+encoded alone and at once. Methods that choose tokens by their attention must hold no tokens but those of the sequence, each once,
+encoded as by their tier.
 
-In a cell: the largest difference of a logit relative to the largest logit, and the measured bytes, but for a method's own
-tables, as a part of what 16 bits a value would need for the same tokens. `tie`: the two runs parted at a choice that a
-difference below the tolerance turns round."""
+A cell of the tables has the largest difference of a logit relative to the largest logit, and the measured bytes (without tables
+that belong to the method itself) relative to 16 bits per value for the same tokens. `tie`: the two runs generated different tokens
+after a choice between tokens whose logits differ by less than the tolerance."""
 
 
 def introduction(cells: list[CellReport]) -> str:
@@ -69,9 +71,9 @@ def introduction(cells: list[CellReport]) -> str:
         f"{len(CELLS) - len(cells)} did not run; {sum(result['tie'] for result in passed)} ties.",
         f"- {sum(result['forwards'] for result in passed)} forwards compared; of {tried} drafts {accepted} were accepted.",
         *(f"- {worst(cells, dtype)}" for dtype in FORWARD),
-        f"- Most bytes of a compressed cell: {max(shares, default=0):.1%} of 16 bits, allowed {SHARE:.0%}, "
-        f"and {SHARE_OF_PIECES:.0%} of a corrected method whose prompt comes in chunks, each with factors of its own. No limit for "
-        "snapkv in chunks: it keeps all but the first exact.",
+        f"- Largest cache of a compressed cell: {max(shares, default=0):.1%} of 16 bits. Allowed are {SHARE:.0%}, and "
+        f"{SHARE_OF_PIECES:.0%} for a corrected method whose prompt comes in chunks, each with low-rank factors of its own. "
+        "There is no limit for snapkv with a prompt in chunks, because it keeps all chunks but the first exact.",
         f"- torch {torch.__version__}, transformers {transformers.__version__}, Python {platform.python_version()}, "
         f"{platform.machine()}.",
         f"- Written by `{COMMAND}`.",
