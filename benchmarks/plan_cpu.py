@@ -158,13 +158,13 @@ def pair(told: float | list[float], found: float) -> dict[str, Any]:
 
 def table(run: dict[str, Any]) -> list[str]:
     """Returns the run as a Markdown table, with planned over measured figures."""
-    rows = ["| | planned | measured | planned / measured |", "|---|---|---|---|"]
+    rows = ["| figure | planned | measured | planned / measured |", "|---|---|---|---|"]
     for name, found in run.items():
         for kind in ("artifact_bytes", "checkpoint_bytes", "host_bytes"):
             rows.append(line(f"{name}, {kind.replace('_', ' ')}", found[kind], ",.0f"))
         shares = [one["ratio"][0] for kinds in found["cache_bytes"].values() for one in kinds.values()]
         rows.append(
-            f"| {name}, caches of {len(found['cache_bytes'])} methods | | | {min(shares):.3f} ... {max(shares):.3f} |"
+            f"| {name}, bytes of the caches of {len(found['cache_bytes'])} methods | | | {min(shares):.3f} ... {max(shares):.3f} |"
         )
         rows += [line(f"{name}, seconds, {stage}", one, ".1f") for stage, one in found["seconds"].items()]
     return rows

@@ -61,7 +61,7 @@ def perplexity_cells(cells: Cells) -> dict[str, str]:
     found = cells["perplexity"]["figures"]["perplexity"]
     return {
         "perplexity": f"{found:.2f}",
-        "more than the full cache's": f"{100 * (found / full - 1):.1f} %",
+        "increase over the full cache": f"{100 * (found / full - 1):.1f} %",
         **_bits(cells["perplexity"]["sizes"]),
     }
 
@@ -117,8 +117,8 @@ def short_prompt_cells(cells: Cells) -> dict[str, str]:
 def _bits(sizes: Mapping[str, Any]) -> dict[str, str]:
     marginal = sizes["marginal_bits"]
     return {
-        "bits, true": f"{sizes['bits_per_value']:.2f}",
-        "of one more token": "" if marginal is None else f"{marginal:.2f}",
+        "bits per value": f"{sizes['bits_per_value']:.2f}",
+        "marginal bits": "" if marginal is None else f"{marginal:.2f}",
     }
 
 

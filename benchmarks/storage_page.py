@@ -37,7 +37,7 @@ def profile_table(model: str) -> list[str]:
     told = "{:.2f}".format if found["exact_answers"] else lambda share: ""
     whole = f"{2 * found['values']:,}"
     lines = [
-        f"| profile | bits asked | bytes a token (16 bits: {whole}) | KL: {', '.join(texts)} | same best token | answers |",
+        f"| profile | `bits` | bytes a token (16 bits: {whole}) | KL: {', '.join(texts)} | same next token | right answers |",
         "|---|---|---|---|---|---|",
     ]
     for row in found["rows"]:
@@ -54,8 +54,8 @@ def profile_table(model: str) -> list[str]:
 def break_even_table() -> list[str]:
     """Returns a table of times and link speeds by model."""
     lines = [
-        "| KV shape | codes | bits | bytes a token (16 bits) | encode, MB/s | decode, MB/s | store below, Gbit/s | load below "
-        "| move below |",
+        "| KV shape | codes | bits | bytes a token (16 bits) | encode, MB/s | decode, MB/s | storing is faster below, Gbit/s "
+        "| loading is faster below, Gbit/s | moving is faster below, Gbit/s |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for name, found in run("storage_cpu.json")["runs"].items():
