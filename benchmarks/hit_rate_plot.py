@@ -32,7 +32,7 @@ def plot(rows: Sequence[Mapping[str, Any]]) -> str:
     height = TOP + len(TASKS) * (HEIGHT + DOWN) - DOWN // 2
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" role="img">',
-        "<title>Share of the attention to encoded tokens that falls on the k of each KV head</title>",
+        "<title>Share of the attention to encoded tokens that the k chosen tokens of each KV head get</title>",
         f"<style>{STYLE}</style>",
         f'<rect class="page" width="{width}" height="{height}"/>',
         *legend(),
@@ -46,7 +46,7 @@ def plot(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def legend() -> Iterator[str]:
     """Yields the title, and the names of the lines."""
-    yield f'<text class="title" x="{LEFT}" y="20">Share of the attention to encoded tokens that falls on k of them</text>'
+    yield f'<text class="title" x="{LEFT}" y="20">Share of the attention to encoded tokens that the k chosen ones get</text>'
     for number, name in enumerate(SERIES):
         x = LEFT + 150 * number
         yield f'<polyline class="s{number}" points="{x},36 {x + 22},36"/><circle class="d{number}" cx="{x + 11}" cy="36" r="3"/>'

@@ -130,11 +130,11 @@ def lines(picture: Picture) -> Iterator[str]:
     middle = (LEFT + RIGHT) / 2, (TOP + BOTTOM) / 2
     yield (
         f'<text x="{middle[0]:.0f}" y="{HEIGHT - 12}" text-anchor="middle" fill="#333">'
-        "bits per value of one more token, every parameter counted (16-bit cache: 16)</text>"
+        "marginal bits per value, with all parameters (16-bit cache: 16)</text>"
     )
     yield (
         f'<text transform="translate(18 {middle[1]:.0f}) rotate(-90)" text-anchor="middle" fill="#333">'
-        "KL from the exact cache, nats (lower is better)</text>"
+        "KL from the exact cache, nats per token (lower is better)</text>"
     )
     for (name, members), colour in zip(picture.curves.items(), COLOURS, strict=False):
         spots = [found[member] for member in members]

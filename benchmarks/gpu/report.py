@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.supervise import STOPPED
+from benchmarks.gpu.supervise import NOT_STARTED, STOPPED
 from benchmarks.gpu.targets import TARGETS, Target
 
 NOT_YET = "not yet measured"
-REWORDED = {"stopped: it took longer than it may": STOPPED}  # the reason's wording in older files
+# The wording of reasons in older files.
+REWORDED = {"stopped: it took longer than it may": STOPPED, "not begun: the time was over": NOT_STARTED}
 RESULTS = Path(__file__).parents[1] / "results"
 PACKAGES = ("torch", "triton", "transformers", "safetensors", "optimum-quanto")
 

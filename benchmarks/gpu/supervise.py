@@ -15,6 +15,7 @@ from benchmarks.gpu.bench import Measurement
 GRACE = 20
 LEAST = 10  # with fewer seconds left, no measurement is started
 STOPPED = "stopped at its time limit"
+NOT_STARTED = "not started: no time was left"
 
 Record = dict[str, Any]
 
@@ -43,7 +44,7 @@ def supervised(
     while missing and until - time.monotonic() > LEAST:
         _one_process(missing, until, command, found)
     for name in list(missing):
-        found({"name": name, "reason": "not begun: the time was over"})
+        found({"name": name, "reason": NOT_STARTED})
 
 
 def _one_process(
