@@ -7,10 +7,9 @@ from calib.bench.byte_sizes import spoken_size
 from calib.plan.text import TIME, drawn, model_sentence, stage_times, wrapped
 
 AT_MOST = "<= "  # sizes of transformers' quantized caches are not predicted; the exact cache is their upper bound
-WHAT = "the model's own forwards over one layer with random weights, times layers and tokens"
 NOT_IN_TIME = (
-    f"{WHAT}. The time that methods add or save is not included, nor loading, downloads, sampling text, checking and "
-    "writing."
+    "forwards of one layer with random weights, multiplied by layers and tokens. Not included: the time that methods add or save, "
+    "loading, downloads, sampling text, checking and writing."
 )
 
 
@@ -25,8 +24,8 @@ def of_evaluation(plan: dict[str, Any]) -> list[str]:
     about = [f"Plan of the evaluation '{plan['name']}'; no weight was loaded.", model_sentence(plan["model"])]
     if plan["no_tokenizer"] is not None:
         about.append(
-            f"The model's tokenizer is not there ({plan['no_tokenizer']}): tokens are counted by the embedded model's, which takes "
-            "more of them for the same text."
+            f"The model's tokenizer is not available ({plan['no_tokenizer']}): tokens are counted with the embedded model's, which "
+            "gives more tokens for the same text."
         )
     return ["\n".join(map(wrapped, about)), columns(plan), memory(plan), caches(plan)]
 
@@ -48,10 +47,12 @@ def columns(plan: dict[str, Any]) -> str:
     ]
     tokens = sum(one["tokens"] for one in plan["columns"])
     title = (
-        f"{plan['cells']} cells, {tokens:,} tokens through the model, {plan['batch_size']} rows at once; forwards are one "
-        "method's. Cells that are finished already are counted as well."
+        f"{plan['cells']} cells, {tokens:,} tokens through the model, batch size {plan['batch_size']}. Forwards are those of one "
+        "method. Cells that are already finished are counted as well."
     )
-    return drawn(title, "column,task,methods,rows,prompt,tokens of a row,forwards,tokens of all", rows, words=2)
+    return drawn(
+        title, "column,task,methods,rows,prompt tokens,tokens per row,forwards,tokens in all", rows, words=2
+    )
 
 
 def memory(plan: dict[str, Any]) -> str:
@@ -82,7 +83,7 @@ def caches(plan: dict[str, Any]) -> str:
             refused.append(f"Refused: {one['name']}: {one['refused']}")
             continue
         rows.append([one["name"], one["column"], f"{one['batch']} x {one['tokens']:,}", *sizes(one)])
-    title = "Caches: the largest of every method, with all rows of a batch as long as the longest"
+    title = "Caches: the largest one of every method, as if all rows of a batch were as long as the longest"
     return "\n".join([drawn(title, "row,column,tokens,device,host,bits per value", rows, words=2), *refused])
 
 
@@ -148,7 +149,7 @@ def largest(plan: dict[str, Any]) -> str:
         for one in plan["largest"]
     ]
     title = f"Largest batch in {spoken_size(plan['limit'])}, weights, cache and activations counted"
-    return drawn(title, "row,context,batch,fixed,a row more", rows)
+    return drawn(title, "row,context,batch,fixed,per batch row", rows)
 
 
 def disk(plan: dict[str, Any]) -> str:
@@ -156,8 +157,8 @@ def disk(plan: dict[str, Any]) -> str:
     found = plan["disk"]
     what = "one file for each finished cell and three reports" if plan["kind"] == "evaluation" else "three reports"
     return wrapped(
-        f"Disk: about {spoken_size(found['total'])}, {what}, of {found['cells']} cells; the logger's copies and the hub's own are "
-        "not in it."
+        f"Disk: about {spoken_size(found['total'])}, {what}, of {found['cells']} cells; copies of the logger and of the hub are "
+        "not included."
     )
 
 

@@ -33,7 +33,7 @@ def about(plan: dict[str, Any]) -> str:
             "Plan of a fit; no weight was loaded and no text read.",
             model_sentence(plan["model"]),
             f"Corpus {corpus['name']}: {corpus['train']} sequences to measure and {corpus['heldout']} held out, at most, of "
-            f"{corpus['length']} tokens ({corpus['tokens']:,} in all), {corpus['batch']} at once{shared}.",
+            f"{corpus['length']} tokens ({corpus['tokens']:,} in all), batch size {corpus['batch']}{shared}.",
         )
     )
 
@@ -58,13 +58,17 @@ def captured(plan: dict[str, Any]) -> str:
         [one["stage"], one["part"], f"{one['sequences']:,}", f"{one['batches']:,}", f"{one['checkpoints']:,}"]
         for one in plan["passes"]
     ]
-    first = drawn("Captured: passes over the corpus", "stage,reads,sequences,batches,checkpoints", stages, words=2)
+    first = drawn("Passes over the corpus", "stage,reads,sequences,batches,checkpoints", stages, words=2)
     stage_of = {name: one["stage"] for one in plan["passes"] for name in one["statistics"]}
     rows = []
     for name, one in plan["statistics"]["each"].items():
         rows.append([name, stage_of[name], shapes(one["tensors"]), spoken_size(one["bytes"])])
     rows.append(["all", "", "", spoken_size(plan["statistics"]["bytes"])])
-    return first + "\n\n" + drawn("Statistics while fitting, all layers", "name,stage,tensors,size", rows, words=3)
+    return (
+        first
+        + "\n\n"
+        + drawn("Statistics in memory during the fit, all layers", "name,stage,tensors,size", rows, words=3)
+    )
 
 
 def shapes(tensors: Sequence[dict[str, Any]]) -> str:
@@ -106,11 +110,11 @@ def disk(plan: dict[str, Any]) -> str:
     """Sentence on the disk space of checkpoints and the artifact."""
     found = plan["disk"]
     return wrapped(
-        f"Disk: {spoken_size(found['total'])}, of which checkpoints {spoken_size(found['statistics_checkpoints'])} and "
+        f"Disk: {spoken_size(found['total'])}, of which checkpoints take {spoken_size(found['statistics_checkpoints'])} and "
         f"{spoken_size(found['written_beside'])} more while one is written, dictionaries "
         f"{spoken_size(found['dictionaries_checkpoint'])}, the artifact {spoken_size(found['artifact'])} and the logger's copy "
-        f"of it. The artifact has {len(plan['artifact']['tensors'])} tensors, {plan['artifact']['bytes']:,} bytes; less where "
-        "layers share dictionaries."
+        f"of it as much. The artifact has {len(plan['artifact']['tensors'])} tensors of {plan['artifact']['bytes']:,} bytes in "
+        "all; fewer if layers share dictionaries."
     )
 
 
@@ -119,8 +123,8 @@ def times(plan: dict[str, Any]) -> str:
     tokens = plan["seconds"]["pace"]["tokens"]
     return stage_times(
         plan["seconds"],
-        f"one layer over {tokens} random tokens, steps of one dictionary of each stream. Loading the model, downloads, reading "
-        "or sampling the corpus are not in it.",
+        f"one layer over {tokens} random tokens, and steps of one dictionary of each stream. Loading the model, downloads, and "
+        "reading or sampling the corpus are not included.",
         "the fit takes less",
     )
 
@@ -138,13 +142,13 @@ def stage_times(found: dict[str, Any], pieces: str, without: str, heading: str =
     rows.append(["all", spoken_time(found["total"])])
     least, most = map(spoken_time, found["range"])
     title = (
-        f"{TIME}: {least} to {most}, {spoken_time(found['total'])} extrapolated from {found['timed_for']:.1f} s of work on "
-        f"{found['device']} with {found['threads']} threads: {pieces}"
+        f"{TIME}: {least} to {most}. The extrapolation is {spoken_time(found['total'])}, from {found['timed_for']:.1f} s of work "
+        f"on {found['device']} with {found['threads']} threads: {pieces}"
     )
     if found["busy"]:
         title += (
-            f" The machine was busy: other processes used {found['neighbours']:.0%} of its processors meanwhile, and without them "
-            f"{without}."
+            f" The machine was busy: other processes used {found['neighbours']:.0%} of its processors during the "
+            f"measurement, and without them {without}."
         )
     return drawn(title, f"{heading},time", rows)
 
@@ -164,10 +168,10 @@ def caches(plan: dict[str, Any]) -> str:
             [name, spoken_size(device), spoken_size(host) if host else "", f"{one['bits_per_value']:.2f}", share]
         )
     title = (
-        f"Caches of {found['batch']} x {found['context']:,} tokens, every method at its defaults with this artifact, beside "
-        "16 bits a value"
+        f"Caches of {found['batch']} x {found['context']:,} tokens, every method with its default options and this artifact, "
+        "compared with 16 bits per value"
     )
-    headings = "method,device,host,bits per value,of 16 bits"
+    headings = "method,device,host,bits per value,share of 16 bits"
     return "\n".join([drawn(title, headings, rows), *(f"Refused: {line}" for line in refused)])
 
 
