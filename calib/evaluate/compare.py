@@ -31,13 +31,13 @@ def notes(now: Run, then: Run) -> Iterator[tuple[str, str]]:
     others = [f"another model ({', '.join(model)})"] * bool(model)
     mine, theirs = ({"products": "model", **run["config"]} for run in (now, then))  # earlier releases had no other
     others += [*differing(mine, theirs, "name"), *differing(now["versions"], then["versions"])]
-    yield "then", "; ".join(others) or SAME
+    yield "earlier run", "; ".join(others) or SAME
     my_rows, their_rows = ({row.name: row for row in rows(run)} for run in (now, then))
     my_columns, their_columns = ({column["title"]: column for column in run["columns"]} for run in (now, then))
     for what, here, there in (("columns", my_columns, their_columns), ("methods", my_rows, their_rows)):
-        for when, names in (("now", here.keys() - there), ("then", there.keys() - here)):
+        for which, names in (("this run", here.keys() - there), ("the earlier run", there.keys() - here)):
             if names:
-                yield f"{what} only {when}", ", ".join(name for name in (*here, *there) if name in names)
+                yield f"{what} only in {which}", ", ".join(name for name in (*here, *there) if name in names)
     for title in (title for title in my_columns if title in their_columns):
         other = "; ".join(differing(my_columns[title], their_columns[title], *TOLD))
         if other:
@@ -75,9 +75,9 @@ def tables(now: Run, then: Run) -> list[Table]:
         names = scalars(known)
         header = ["method"]
         for position, name in enumerate((*names, "bits")):
-            header += [spoken(name), "then", "difference", *(["intervals"] if position == 0 and names else [])]
+            header += [spoken(name), "earlier", "difference", *(["intervals"] if position == 0 and names else [])]
         lines = [line(name, names, *pair) for name, pair in pairs.items() if any(pair)]
-        found.append(Table(f"{title}: now and then", header, lines, by_layer=True))
+        found.append(Table(f"{title}: this run and the earlier one", header, lines, by_layer=True))
     return found
 
 

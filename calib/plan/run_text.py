@@ -50,9 +50,7 @@ def columns(plan: dict[str, Any]) -> str:
         f"{plan['cells']} cells, {tokens:,} tokens through the model, batch size {plan['batch_size']}. Forwards are those of one "
         "method. Cells that are already finished are counted as well."
     )
-    return drawn(
-        title, "column,task,methods,rows,prompt tokens,tokens per row,forwards,tokens in all", rows, words=2
-    )
+    return drawn(title, "column,task,methods,rows,prompt tokens,tokens per row,forwards,tokens in all", rows, words=2)
 
 
 def memory(plan: dict[str, Any]) -> str:

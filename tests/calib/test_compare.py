@@ -31,10 +31,13 @@ def test_every_row_and_column_now_and_then():
     cell_of(now, "rtn-2", "words")["sizes"]["bits_per_value"] = 3.0
     del cell_of(now, "rtn-4", "words")["figures"]["low"]
     needle, words = tables(now, then)
-    assert (needle.title, words.title) == ("needle 64: now and then", "words: now and then")
+    assert (needle.title, words.title) == (
+        "needle 64: this run and the earlier one",
+        "words: this run and the earlier one",
+    )
     assert needle.header == [
-        *("method", "exact", "then", "difference", "intervals"),
-        *("log probability", "then", "difference", "bits", "then", "difference"),
+        *("method", "exact", "earlier", "difference", "intervals"),
+        *("log probability", "earlier", "difference", "bits", "earlier", "difference"),
     ]
     rows = {row[0]: row[1:] for row in needle.rows}
     assert list(rows) == ["full", "rtn-4", "rtn-2", "worse"]
@@ -69,20 +72,20 @@ def test_what_only_one_run_has_is_named():
     then["cells"] = [cell for cell in then["cells"] if cell["column"] == "needle 64" and cell["name"] != "full"]
     now["cells"] = [cell for cell in now["cells"] if cell["name"] != "worse"]
     assert dict(notes(now, then)) == {
-        "then": SAME,
-        "columns only now": "words",
-        "methods only now": "full",
-        "methods only then": "worse",
+        "earlier run": SAME,
+        "columns only in this run": "words",
+        "methods only in this run": "full",
+        "methods only in the earlier run": "worse",
     }
     (needle,) = tables(now, then)
     rows = {row[0]: row[1:] for row in needle.rows}
     assert rows["full"][:4] == ["1.000", "-", "-", "-"] and rows["worse"][:4] == ["-", "0.500", "-", "-"]
-    assert dict(notes(then, now))["columns only then"] == "words"
+    assert dict(notes(then, now))["columns only in the earlier run"] == "words"
 
 
 def test_other_models_settings_and_data_are_told():
     then, now = toy_run(), toy_run()
-    assert list(notes(now, then)) == [("then", SAME)]
+    assert list(notes(now, then)) == [("earlier run", SAME)]
     then["config"] |= {"seed": 4, "name": "another"}
     then["versions"] |= {"torch": "2.11.0"}
     then["model"] |= {"weights": {"float32": "feed"}}
@@ -90,7 +93,7 @@ def test_other_models_settings_and_data_are_told():
     then["columns"][1] |= {"text": "prose.txt", "measures": "in other words"}
     cell_of(then, "rtn-4", "words")["options"] = {"bits": 3}
     assert list(notes(now, then)) == [
-        ("then", "another model (weights); seed 4 (now 3); torch 2.11.0 (now 2.13.0)"),
+        ("earlier run", "another model (weights); seed 4 (now 3); torch 2.11.0 (now 2.13.0)"),
         ("column 'words'", "other data: text prose.txt (now words.txt)"),
         ("rtn-4, words", "other options: bits 3 (now 4)"),
     ]
@@ -102,7 +105,7 @@ def test_two_files_are_compared_without_a_run(tmp_path, capsys):
     old, new = saved(tmp_path / "old.json", toy_run()), saved(tmp_path / "new.json", now)
     assert cli.main(["eval", "--compare", old, new]) == 0
     shown = capsys.readouterr().out
-    assert SAME in shown and "words: now and then" in shown and "+0.250" in shown and "worse" in shown
+    assert SAME in shown and "words: this run and the earlier one" in shown and "+0.250" in shown and "worse" in shown
 
 
 def test_a_run_is_compared_with_an_earlier_one(tmp_path, capsys):
@@ -121,9 +124,9 @@ def test_a_run_is_compared_with_an_earlier_one(tmp_path, capsys):
     capsys.readouterr()
     assert cli.main([*ask, str(tmp_path / "second"), "--seed", "5", "--compare", str(old)]) == 0
     shown = capsys.readouterr().out
-    assert "seed 20 (now 5)" in shown and "2 lines: now and then" in shown and "report.html" in shown
+    assert "seed 20 (now 5)" in shown and "2 lines: this run and the earlier one" in shown and "report.html" in shown
     for name in ("report.md", "report.html"):
-        assert "2 lines: now and then" in (tmp_path / "second" / name).read_text()
+        assert "2 lines: this run and the earlier one" in (tmp_path / "second" / name).read_text()
     assert len(compared(read_run(str(old)), read_run(str(old)), "old.json")) == 2
 
 
