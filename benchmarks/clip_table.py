@@ -22,8 +22,8 @@ from calib.capture.capture import stream
 from calib.capture.corpus import text_sequences
 from calib.capture.generated import sampled_text
 from calib.capture.language_model import load
+from calib.capture.shape import Shape
 from calib.documents.corpus import TextSource
-from calib.fit.calibration import model_shape, named_errors
 from calib.runtime import Artifact, compress
 from calib.statistics.heldout_error import HeldoutError
 
@@ -42,12 +42,12 @@ def attention_errors(
     model: PreTrainedModel, artifact: Artifact, sequences: torch.Tensor, bits: list[int]
 ) -> dict[str, float]:
     """Returns the relative attention-output errors by setting, with all tokens quantised."""
-    statistic = HeldoutError(model_shape(model), artifact.clip_bits, rows=32)
+    statistic = HeldoutError(Shape.of(model), artifact.clip_bits, rows=32)
     statistic.fitted = artifact.tensors
     for tokens in sequences.split(4):
         index = torch.arange(tokens.numel()).view_as(tokens)
         stream(model, tokens, torch.ones_like(tokens, dtype=torch.bool), index, statistic.observe)
-    return named_errors(statistic.overall(), tuple(artifact.clip_bits))
+    return statistic.named(statistic.overall())
 
 
 @torch.no_grad()

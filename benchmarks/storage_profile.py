@@ -37,7 +37,7 @@ from calib.capture.capture import stream
 from calib.capture.gradients import stream_gradients
 from calib.capture.output_projection import output_weights
 from calib.capture.sample import SINKS, LayerSample
-from calib.fit.calibration import model_shape
+from calib.capture.shape import Shape
 from calib.runtime import Artifact, Codec
 from calib.runtime.artifact.fingerprint import fingerprint
 from calib.runtime.rotation import Rotation
@@ -102,7 +102,7 @@ class Fit:
     """The data of all fits: `tokens [layers, 2, n, width]`, `weights [layers, 2, heads, D, D]` of errors, and the `artifact`."""
 
     def __init__(self, model: PreTrainedModel, ids: Tensor, differentiated: int, profile: bool) -> None:
-        shape, self.rotation = model_shape(model), Rotation.of(model, "")
+        shape, self.rotation = Shape.of(model), Rotation.of(model, "")
         moments, sensitivity = SecondMoments(shape, self.rotation), Sensitivity(shape, self.rotation)
         self.kept: list[list[Tensor]] = [[] for _ in range(shape.layers)]
 

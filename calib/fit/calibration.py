@@ -1,6 +1,6 @@
 """The LightningModule of a fit: it passes each captured batch to the statistics of the running stage."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from functools import partial
 from typing import Any
 
@@ -26,7 +26,7 @@ from calib.statistics.channel_scale import ChannelScales
 from calib.statistics.clip import BITS, FACTORS, ClipFactors
 from calib.statistics.components import Components
 from calib.statistics.contract import Statistic, check_shape
-from calib.statistics.heldout_error import SETTINGS, HeldoutError
+from calib.statistics.heldout_error import HeldoutError
 from calib.statistics.nuq_levels import NuqLevels
 from calib.statistics.nuq_ranges import NuqRanges
 from calib.statistics.outlier_thresholds import SHARES, OutlierThresholds
@@ -177,7 +177,7 @@ class Calibration(LightningModule):
 
         `seed` chooses the random samples of tokens.
         """
-        self.shape, self.seed = model_shape(model), seed
+        self.shape, self.seed = Shape.of(model), seed
         self.statistics["channel_range"] = ChannelRanges(self.shape)
         self.statistics["channel_scale"] = ChannelScales(self.shape)
         self.statistics["balancer"] = Balancers(self.shape)
@@ -286,7 +286,7 @@ class Calibration(LightningModule):
             return {}
         heldout = self.statistics["heldout"]
         assert isinstance(heldout, HeldoutError)
-        return named_errors(heldout.overall(), self.bits)
+        return heldout.named(heldout.overall())
 
     def merge(self, device: torch.device) -> None:
         """Merges this stage's statistics over all processes, so that each holds the merged ones; exchanged on `device`."""
@@ -319,21 +319,3 @@ class Calibration(LightningModule):
 
     def configure_optimizers(self) -> None:
         """Returns no optimizer: nothing is optimised."""
-
-
-def model_shape(model: PreTrainedModel) -> Shape:
-    """Returns the numbers of layers, heads and KV heads, and head_dim, from the model's configuration."""
-    config = model.config.get_text_config(decoder=True)
-    heads = config.num_attention_heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return Shape(config.num_hidden_layers, heads, kv_heads, head_dim)
-
-
-def named_errors(errors: Tensor, bits: Mapping[int, Any] | tuple[int, ...]) -> dict[str, float]:
-    """Returns the entries of `errors [settings, bits]` by names such as `error_4bit_prompt`."""
-    return {
-        f"error_{width}bit_{setting}": float(errors[row, column])
-        for row, setting in enumerate(SETTINGS)
-        for column, width in enumerate(bits)
-    }

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from calib.fit.calibration import Calibration, named_errors
+from calib.fit.calibration import Calibration
 from calib.fit.dictionaries import Dictionaries
 from calib.statistics.heldout_error import HeldoutError
 from calib.statistics.outlier_thresholds import OutlierThresholds
@@ -36,8 +36,8 @@ def fit_metrics(calibration: Calibration, dictionaries: Dictionaries) -> dict[st
             row[f"{stream}_outlier"] = outlier_ratio(low, high)
             largest = max(-row[f"{stream}_low"], row[f"{stream}_high"])
             row[f"{stream}_tail"] = tail_ratio(largest, tokens)
-        layers.append(row | named_errors(errors[layer], calibration.bits))
-    overall = named_errors(heldout.overall(), calibration.bits)
+        layers.append(row | heldout.named(errors[layer]))
+    overall = heldout.named(heldout.overall())
     groups = {"dictionaries": dictionaries.groups} if dictionaries.groups else {}
     return {"layers": layers, "overall": overall, **groups}
 

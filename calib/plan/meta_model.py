@@ -16,7 +16,6 @@ from calib.capture.model_files import ModelFiles
 from calib.capture.model_sizes import check_sizes
 from calib.capture.shape import Shape
 from calib.errors import UsageError
-from calib.fit.calibration import model_shape
 
 WORDS = 1024  # vocabulary size of the one-layer model, small so that its embedding costs almost nothing
 
@@ -41,7 +40,7 @@ class MetaModel:
     @property
     def shape(self) -> Shape:
         """The numbers of layers and heads, and head_dim."""
-        return model_shape(self.model)
+        return Shape.of(self.model)
 
     @cached_property
     def parameters(self) -> int:

@@ -83,3 +83,11 @@ class HeldoutError(Statistic):
     def overall(self) -> Tensor:
         """Returns the relative errors over all layers together: float64 `[settings, bits]`."""
         return (self.error.sum(0) / self.energy.sum().clamp(min=torch.finfo(torch.float64).tiny)).sqrt().cpu()
+
+    def named(self, errors: Tensor) -> dict[str, float]:
+        """Returns the entries of `errors [settings, bits]` by names such as `error_4bit_prompt`."""
+        return {
+            f"error_{width}bit_{setting}": float(errors[row, column])
+            for row, setting in enumerate(SETTINGS)
+            for column, width in enumerate(self.bits)
+        }

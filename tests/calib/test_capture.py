@@ -14,8 +14,8 @@ from calib.capture.attention import NAME
 from calib.capture.capture import attention_modules, stream
 from calib.capture.reservoir import priorities
 from calib.capture.sample import SINKS
+from calib.capture.shape import Shape
 from calib.errors import RunError
-from calib.fit.calibration import model_shape
 from calib.runtime.attention import exact_attention
 from calib.runtime.logits import Logits
 from calib.runtime.rotation import Rotation
@@ -92,7 +92,7 @@ def test_vectors_of_dictionaries_are_the_keys_of_a_cache_whatever_a_model_calls_
             parameter.data.uniform_(0.5, 2)
     rotation, kept = (
         Rotation.of(model, ""),
-        VectorSamples(model_shape(model), 0, 10_000, torch.float32, lambda: rotation),
+        VectorSamples(Shape.of(model), 0, 10_000, torch.float32, lambda: rotation),
     )
     order = priorities(0, torch.arange(2 * 2 * TOKENS)).argsort()
     expected = {}

@@ -10,7 +10,7 @@ from toy_layer_sample import SHAPE, rows_of, sample
 
 from calib.capture.output_projection import output_weights
 from calib.capture.sample import SINKS
-from calib.fit.calibration import model_shape
+from calib.capture.shape import Shape
 from calib.runtime.rotation import Rotation
 from calib.statistics.components import FACTORS, GAUSSIAN, SHIFT, SIZED_FACTORS, Components
 from calib.statistics.second_moments import SecondMoments
@@ -154,7 +154,7 @@ def test_sensitivities_over_size_are_those_of_what_keys_leave_of_values():
 
 
 def test_output_weights_are_what_the_projection_does_to_a_value(model):
-    found, unread = output_weights(model, model_shape(model))
+    found, unread = output_weights(model, Shape.of(model))
     weight = model.model.layers[1].self_attn.o_proj.weight.double()
     error = torch.randn(32, dtype=torch.float64)
     moved = sum((weight[:, 32 * h : 32 * h + 32] @ error).square().sum() for h in (2, 3))  # of the second KV head
@@ -162,7 +162,7 @@ def test_output_weights_are_what_the_projection_does_to_a_value(model):
     assert unread == []
     model.model.layers[0].self_attn.o_proj, kept = torch.nn.Identity(), model.model.layers[0].self_attn.o_proj
     try:
-        found, unread = output_weights(model, model_shape(model))
+        found, unread = output_weights(model, Shape.of(model))
     finally:
         model.model.layers[0].self_attn.o_proj = kept
     assert unread == [0] and torch.equal(found[0, 1], torch.eye(32, dtype=torch.float64))

@@ -13,7 +13,6 @@ from transformers import Phi3Config, Phi3ForCausalLM
 from calib.capture.capture import stream
 from calib.capture.reservoir import priorities
 from calib.capture.shape import Shape
-from calib.fit.calibration import model_shape
 from calib.runtime.rotation import Rotation
 from calib.statistics.vector_samples import VectorSamples
 
@@ -101,7 +100,7 @@ def test_keys_of_a_fused_projection_are_turned_back():
         num_key_value_heads=2, max_position_embeddings=256, pad_token_id=0, initializer_range=0.3,
     )  # fmt: skip
     model = Phi3ForCausalLM(config).eval()
-    kept = VectorSamples(model_shape(model), SEED, 10_000, torch.float32, lambda: Rotation.of(model, "no remedy"))
+    kept = VectorSamples(Shape.of(model), SEED, 10_000, torch.float32, lambda: Rotation.of(model, "no remedy"))
     before = []
     for layer in model.model.layers:
         layer.self_attn.qkv_proj.register_forward_hook(lambda module, args, output: before.append(output))
