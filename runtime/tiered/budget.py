@@ -143,7 +143,7 @@ class BudgetStore(BudgetScores):
         if not before:
             for role, tokens in (("keys", keys), ("values", values)):
                 for tier in (None, *range(len(self.tiers))):
-                    self.measure(rows, role, tokens, tier)
+                    self.transforms.measure(self.shown, rows, role, tokens, tier)
         arrival = self._arrival(rows, min(before, heavy + recent), forward, keys, values)
         chosen, lost = self._divided(arrival, heavy, min(after, recent))
         if lost.shape[-1] and len(self.tiers) > 1:

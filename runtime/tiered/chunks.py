@@ -280,7 +280,7 @@ class ChunkStore(TieredStore):
         first = chunks[0].start == self.tiering.sinks
         if first:
             for role, tokens in (("keys", keys), ("values", values)):
-                self.measure(rows, role, tokens, None)
+                self.transforms.measure(self.shown, rows, role, tokens, None)
                 if role in self.dictionaries:
                     self.dictionaries[role].sample(rows, tokens)
         offset = 0 if first else self.tiering.separate_prompt_tiers
@@ -290,7 +290,7 @@ class ChunkStore(TieredStore):
         for number, (count, chosen) in enumerate(zip(counts, of_tiers, strict=True), offset):
             if first:  # an empty tier that gets tokens later takes the parameters of the whole chunk
                 for role, tokens in (("keys", keys), ("values", values)):
-                    self.measure(rows, role, tokens, number, chosen if count else None)
+                    self.transforms.measure(self.shown, rows, role, tokens, number, chosen if count else None)
             if count:
                 tier, runs = self.tiers[number], self._runs(rows, forward, number, chunks)
                 positions: int | Tensor = chunks[0].start

@@ -82,7 +82,7 @@ class PromptBudgetStore(TieredStore):
         if not before:
             for role, tokens in (("keys", keys), ("values", values)):
                 for tier in (None, 0):
-                    self.measure(rows, role, tokens, tier)
+                    self.transforms.measure(self.shown, rows, role, tokens, tier)
             if self.tiering.kept(after) < after:
                 order = self._chosen(rows, after)
         first = self.sequences.held(rows[0], before)[0]

@@ -8,9 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from calib.kernels.magnitude import largest_magnitude
 from calib.kernels.probe_saliency.operation import attention_mass
-from calib.kernels.to_half import HALF_MAX
 from calib.runtime.attend.attend import attend, attend_observed
 from calib.runtime.attend.attention_stats import AttentionStats, Observed
 from calib.runtime.attend.prompt_attention import is_prompt, prompt, prompt_normalised
@@ -30,7 +28,7 @@ from calib.runtime.tiered import stored
 from calib.runtime.tiered.forward_stats import ForwardStats
 from calib.runtime.tiered.row_contents import RowContents
 from calib.runtime.tiered.row_dictionary import RowDictionary
-from calib.runtime.tiered.row_transform import RowTransform
+from calib.runtime.tiered.row_transforms import RowTransforms
 from calib.runtime.tiered.sequence_state import TieredSequenceState
 from calib.runtime.tiered.spans import TieredTokens
 from calib.runtime.tiered.tier import Tier
@@ -54,27 +52,23 @@ class TieredStore(ABC):
         self.rng = SeededRng(context.seed, context.layer)
         self.saliency: Saliency | None = plan.saliency
         self.heads, self.widths, self.itemsize = keys.shape[1], (keys.shape[3], values.shape[3]), keys.element_size()
-        self.transforms: dict[Any, RowTransform] = {}
+        self.transforms = RowTransforms(plan.tiers, plan.kinds, keys, values)
         # By role, until the first tokens have decided between 16- and 32-bit parameters.
         self.extremes: dict[str, Extremes] = {}
         for role, like in (("keys", keys), ("values", values)):
-            asks, by_channel = False, False
-            for number, tier in enumerate(plan.tiers):
-                stages = dict(tier.streams())[role]
-                key = self._key(role, number)
-                transform = self.transforms.get(key) or RowTransform(stages.transform, like, torch.float16)
-                self.transforms[key] = transform
-                asks |= transform.measured is not None and like.dtype != torch.float16
-                asks |= may_need_fp32(stages.codec, like.dtype)
-                by_channel |= transform.measured is not None and not isinstance(key[1], int)
+            codecs = [dict(tier.streams())[role].codec for tier in plan.tiers]
+            measured = self.transforms.measured_keys(role)
+            asks = bool(measured) and like.dtype != torch.float16
+            asks |= any(may_need_fp32(codec, like.dtype) for codec in codecs)
             if asks and like.shape[2]:
+                by_channel = any(not isinstance(key, int) for key in measured)
                 self.extremes[role] = Extremes(like, by_channel)
         self.dictionaries = RowDictionary.of_streams(plan.tiers[0], keys, values, context)
         stores_positions = sequences.sliding is not None or plan.positions or self.needs_positions
         self.tiers = [
             Tier(
                 tier,
-                {role: self._transform(role, number) for role in ("keys", "values")},
+                {role: self.transforms.of(role, number) for role in ("keys", "values")},
                 keys,
                 values,
                 stores_positions,
@@ -117,9 +111,7 @@ class TieredStore(ABC):
         self.shown.extremes, self.extremes = self.extremes, {}
         for tier in self.tiers:
             tier.settle(extremes)
-        for (role, _), transform in self.transforms.items():
-            if role in extremes and bool(largest_magnitude(extremes[role]) > HALF_MAX):
-                transform.widen()
+        self.transforms.settle(extremes)
 
     def graph_key(self, forward: Forward) -> Hashable | None:
         """As `Store.graph_key`: None, unless the tiering supports replayed steps."""
@@ -141,18 +133,6 @@ class TieredStore(ABC):
         # The number of pages that pools have after `prepare`.
         capacities = tuple(self.sequences.tables[number].capacity for number, _ in self._pools)
         return self.sequences.graph_key(forward), capacities
-
-    def _key(self, role: str, number: int) -> tuple[str, Any]:
-        """The key of a transform in `self.transforms`. Tiers with equal transforms measured over whole chunks share one. A tier of
-        blocks shares that of the first chunk's tier, where both transforms are of the same class."""
-        first = number % self.plan.kinds
-        stage, of_first = (dict(self.plan.tiers[one].streams())[role].transform for one in (number, first))
-        if getattr(stage, "over", "tier") == "chunk":
-            return role, stage
-        return role, first if type(stage) is type(of_first) else number
-
-    def _transform(self, role: str, number: int) -> RowTransform:
-        return self.transforms[self._key(role, number)]
 
     def prepare(self, forward: Forward) -> None:
         """Makes room for the new pages of every tier, and copies shared ones."""
@@ -216,18 +196,6 @@ class TieredStore(ABC):
         """The observed mass on held slots and on `count` new tokens of `rows` (`ForwardStats.of`)."""
         return self.shown.of(rows, count, self.heads, self.tiers[0].pool.device)
 
-    def measure(
-        self, rows: list[int], role: str, tokens: Tensor, tier: int | None, order: Tensor | None = None
-    ) -> None:
-        """Fits the measured transforms of keys or of values to `tokens [len(rows), kv_heads, n, D]`, or to those at
-        `order [..., m]`: the transforms of one `tier`, or with None those over a whole chunk."""
-        known = self.shown.extremes.get(role) if tier is None else None
-        extremes = None if known is None else known.of_channels(tokens)
-        for (own, key), transform in self.transforms.items():
-            if own == role and transform.measured is not None and (key if isinstance(key, int) else None) == tier:
-                queries = self.shown.queries_of(rows) if transform.measured.needs_queries else None
-                transform.measure(rows, tokens, tokens if queries is None else queries, order, extremes)
-
     def permute(self, sources: Tensor, kept: list[list[int] | None]) -> None:
         """Row i becomes a copy of row `sources[i]`."""
         for transform in self.transforms.values():
@@ -250,7 +218,7 @@ class TieredStore(ABC):
         for number, (tier, plan) in enumerate(zip(self.tiers, self.plan.tiers, strict=True)):
             tier.plan = plan
             for role, stages in plan.streams():
-                self._transform(role, number).to(device, stages.transform)
+                self.transforms.of(role, number).to(device, stages.transform)
             tier.overflowed_outliers = None if tier.overflowed_outliers is None else tier.overflowed_outliers.to(device)
         for role, dictionary in self.dictionaries.items():
             dictionary.to(device, dict(self.plan.tiers[0].streams())[role].codec)
