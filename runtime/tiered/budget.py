@@ -34,17 +34,14 @@ class BudgetStore(BudgetScores):
         alike = tiers.count(tiers[0]) == len(tiers)
         return (shapes, self.mass.shape, tiers[0]) if alike and shapes is not None else None
 
-    def store(self, forward: Forward, keys: Tensor, values: Tensor) -> None:
+    def _store(self, forward: Forward, keys: Tensor, values: Tensor) -> None:
         """Stores the new tokens in the important tier; tokens that drop out of it move down or are evicted."""
-        if self.extremes:
-            self.settle()
         self._resize(self._slots())
         if forward.width == 1 and forward.columns is None and all(forward.before):
             self._step(forward, keys, values)
         elif forward.width:  # 0 where no draft was kept
             for rows in self.sequences.equal_length_groups(forward):
                 self._take_in(rows, forward, forward.real(keys, rows), forward.real(values, rows))
-        self.shown.clear()
 
     def _step(self, forward: Forward, keys: Tensor, values: Tensor) -> None:
         """Stores one token for each row, all rows at once: the same as `_take_in`, without sorting."""

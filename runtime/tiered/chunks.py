@@ -180,10 +180,8 @@ class ChunkStore(TieredStore):
         found: bool = forward.readings["watching layers"][self.sequences.probe_rows.number_of(self.context.layer)]
         return found
 
-    def store(self, forward: Forward, keys: Tensor, values: Tensor) -> None:
+    def _store(self, forward: Forward, keys: Tensor, values: Tensor) -> None:
         """Encodes complete chunks into tiers, and writes the other tokens to the window."""
-        if self.extremes:
-            self.settle()
         changes = ChunkChanges.of(forward, self.sequences, self.tiering, keys.device)
         self._resize(changes.most)
         for rows in changes.others:
@@ -191,7 +189,6 @@ class ChunkStore(TieredStore):
         if changes.going_on:
             self._append(changes, keys, values)
         self._resize(changes.left)
-        self.shown.clear()
 
     def _append(self, changes: ChunkChanges, keys: Tensor, values: Tensor) -> None:
         """Appends one token to the rows whose chunk goes on. Adds the step's mass, unless the kernel did it at once (`_into`)."""

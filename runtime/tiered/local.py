@@ -96,10 +96,8 @@ class LocalStore(TieredStore):
             forward.readings[key] = ((behind >= 1) & (behind <= self.tiering.window)).float()
         return Observed(False, forward.readings[key])
 
-    def store(self, forward: Forward, keys: Tensor, values: Tensor) -> None:
+    def _store(self, forward: Forward, keys: Tensor, values: Tensor) -> None:
         """Stores initial tokens in their tier and the others in the window, which they leave in whole blocks."""
-        if self.extremes:
-            self.settle()
         held = [self.tiering.exact(n, 0) for n in forward.before]
         left = [self.tiering.exact(n, 0) for n in forward.after]
         self._resize(max(held + left))
@@ -112,7 +110,6 @@ class LocalStore(TieredStore):
             if rows:
                 self._take_in(rows, forward, forward.real(keys, rows), forward.real(values, rows))
         self._resize(max(left))
-        self.shown.clear()
 
     def _append(self, rows: list[int], held: list[int], forward: Forward, keys: Tensor, values: Tensor) -> None:
         """Appends one token to each of `rows`, whose windows no block leaves."""

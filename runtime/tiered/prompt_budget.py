@@ -48,16 +48,13 @@ class PromptBudgetStore(TieredStore):
         """As `Store.graph_key`; every decode step writes one token."""
         return self.shapes(forward)
 
-    def store(self, forward: Forward, keys: Tensor, values: Tensor) -> None:
+    def _store(self, forward: Forward, keys: Tensor, values: Tensor) -> None:
         """Stores the budget's share of a prompt, and every token of a later forward."""
-        if self.extremes:
-            self.settle()
         if forward.width == 1 and forward.columns is None and all(forward.before):
             self._step(forward, keys, values)
         elif forward.width:  # 0 where no draft was kept
             for rows in self.sequences.equal_length_groups(forward):
                 self._take_in(rows, forward, forward.real(keys, rows), forward.real(values, rows))
-        self.shown.clear()
 
     def _step(self, forward: Forward, keys: Tensor, values: Tensor) -> None:
         """Stores one token for each row, all rows at once."""

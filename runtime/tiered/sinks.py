@@ -32,10 +32,8 @@ class SinkStore(TieredStore):
         tiering: Sinks = self.plan.tiering
         return forward.width == 1 and forward.columns is None and min(forward.before) >= tiering.sinks
 
-    def store(self, forward: Forward, keys: Tensor, values: Tensor) -> None:
+    def _store(self, forward: Forward, keys: Tensor, values: Tensor) -> None:
         """Writes each token to its slot."""
-        if self.extremes:
-            self.settle()
         tiering: Sinks = self.plan.tiering
         if self._goes_on(forward):
             self._step(tiering, forward, keys, values)
@@ -51,7 +49,6 @@ class SinkStore(TieredStore):
                 stop = min(after, position + tiering.window - slot)
                 self._write(1, rows, slot, position, stop, own, before)
                 position = stop
-        self.shown.clear()
 
     def _step(self, tiering: Sinks, forward: Forward, keys: Tensor, values: Tensor) -> None:
         """Stores one token for each row, all rows at once."""

@@ -101,8 +101,15 @@ class TieredStore(ABC):
     def watch(self, forward: Forward, rows: range, device: torch.device) -> Observed | None:
         """What is observed of a forward in which rows already hold tokens; None: nothing."""
 
-    @abstractmethod
     def store(self, forward: Forward, keys: Tensor, values: Tensor) -> None:
+        """Stores a forward's tokens in tiers and windows."""
+        if self.extremes:
+            self.settle()
+        self._store(forward, keys, values)
+        self.shown.clear()
+
+    @abstractmethod
+    def _store(self, forward: Forward, keys: Tensor, values: Tensor) -> None:
         """Stores a forward's tokens; the attention observed in the forward is in `self.shown`."""
 
     def settle(self) -> None:
