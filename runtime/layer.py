@@ -6,7 +6,6 @@ which attends (packed pages, window, new tokens) and then stores the new tokens,
 recording is on. If the layer reaches any other attention function, that one fails at once: a layer is not a tensor.
 """
 
-import copy
 from collections.abc import Hashable
 from contextlib import nullcontext
 from functools import partial
@@ -17,12 +16,12 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from calib.kernels.dispatch import OneChoice, prefers_triton
-from calib.runtime.attend.request import QKV, AttendRequest
+from calib.runtime.attend.request import QKV
 from calib.runtime.files.state import State, StateError, branch, dtype_named, named, wholes
 from calib.runtime.logits import Logits
 from calib.runtime.messages.printable import printable
 from calib.runtime.modes import wants_gradients, with_ordinary_tensors, without_gradients
-from calib.runtime.paging.encoding_chunks import encoding_chunks
+from calib.runtime.new_tokens import attended_and_stored, attended_unstored, in_chunks, stored
 from calib.runtime.paging.forward import Draft, Forward
 from calib.runtime.paging.page_numbers import PAGE_TOKENS
 from calib.runtime.paging.pages import TILE_TOKENS
@@ -100,10 +99,10 @@ class CompressedLayer(CacheLayerMixin):
         forward = self.sequences.begin(self.steps + 1, query.shape[0], query.shape[2], mask)
         self.steps += 1
         # A prompt has the gradients of plain attention. Later forwards refuse them: stored tokens have none, and change in place.
-        refusing = (any(forward.before) or self._in_chunks(forward)) and wants_gradients(*given)
+        refusing = (any(forward.before) or in_chunks(forward, self.plan.encoding_chunk)) and wants_gradients(*given)
         with OneChoice(forward.choices), torch.no_grad() if refusing else _AS_IT_IS:
             if forward.recorded:
-                output = self._rehearsed(forward, given, logits)
+                output = attended_unstored(self.store, self.sequences, self.plan.encoding_chunk, forward, given, logits)
                 real = given.of_columns(slice(forward.width)) if forward.speculative else given
                 forward.hold(Draft(partial(self._take_in, logits), self._draft(real)))
             else:
@@ -157,7 +156,7 @@ class CompressedLayer(CacheLayerMixin):
         forward = self.sequences.begin(self.steps + 1, len(keys), keys.shape[2], mask)
         self.steps += 1
         self.store.prepare(forward)
-        self._store(self.store, forward, QKV(keys[:, :, :0], *arrived))
+        stored(self.store, forward, QKV(keys[:, :, :0], *arrived))
         forward.stored()
         self.seen = seen
 
@@ -181,38 +180,17 @@ class CompressedLayer(CacheLayerMixin):
         given = QKV(*draft)
         self.store.prepare(forward)
         if self.store.observes and forward.width:  # attended again, now that it is known which drafts were kept
-            self._encoded(self.store, forward, given, logits)
+            attended_and_stored(self.store, self.plan.encoding_chunk, forward, given, logits)
         else:
-            self._store(self.store, forward, given)
+            stored(self.store, forward, given)
         forward.stored()
 
-    def _in_chunks(self, forward: Forward) -> bool:
-        """Whether a row has more new tokens than one encoding chunk, so that they are attended and stored chunk by chunk."""
-        size = self.plan.encoding_chunk
-        return size is not None and max(forward.counts) > size
-
-    def _encoded(self, store: Store, forward: Forward, given: QKV, logits: Logits) -> Tensor:
-        """Attends and then stores new tokens: all at once, or chunk by chunk where the plan has an `encoding_chunk`.
-
-        The store is prepared: the page table already names the pages that the forward will fill.
-        """
-        size = self.plan.encoding_chunk
-        if size is None or not self._in_chunks(forward):
-            output = self._attended(store, forward, given, logits, observe=True)
-            self._store(store, forward, given.of_columns(slice(forward.width)) if forward.speculative else given)
-            return output
-        output = given.query.new_zeros(*given.query.shape[:3], given.values.shape[3])
-        for chunk in encoding_chunks(forward, size):
-            own = QKV(*map(chunk.of, given))
-            chunk.put(self._attended(store, chunk.forward, own, logits, observe=True), output)
-            self._store(store, chunk.forward, own)
-        return output
-
     def _stored(self, forward: Forward, given: QKV, logits: Logits) -> Tensor:
-        """`_encoded`, by repeating the kernel launches of an earlier step of the same block where one was recorded."""
+        """Attends and stores, by repeating the kernel launches of an earlier step of the same block where one was recorded."""
         store, taped = self.store, self.sequences.taped
         assert store is not None
-        step, first = partial(self._encoded, store, forward, given, logits), forward.pending == self.sequences.layers
+        step = partial(attended_and_stored, store, self.plan.encoding_chunk, forward, given, logits)
+        first = forward.pending == self.sequences.layers
         if first or not taped.goes_on:
             store.prepare(forward)
         if first:
@@ -234,48 +212,6 @@ class CompressedLayer(CacheLayerMixin):
         if wants_gradients(*given) or torch.compiler.is_compiling():
             return None
         return self.store.graph_key(forward)
-
-    def _rehearsed(self, forward: Forward, given: QKV, logits: Logits) -> Tensor:
-        """Attention of unconfirmed tokens, which stay unstored. If they are more than a chunk, a copy of the store takes them
-        and is then dropped: later chunks attend to the encoded earlier ones, and it is not known yet which tokens will be kept."""
-        assert self.store is not None
-        if not self._in_chunks(forward):
-            return self._attended(self.store, forward, given, logits, observe=False)
-        # The copy refers to a forward without the drafts that earlier layers have left in it.
-        store, sequences = copy.deepcopy((self.store, self.sequences), {id(forward): forward.without(0)})
-        accepted = sequences.accept(forward)
-        store.prepare(accepted)
-        output = self._encoded(store, accepted, given, logits)
-        store.state()  # waits for copies on a side stream, so that the copied store's memory is freed now
-        return output
-
-    def _attended(self, store: Store, forward: Forward, given: QKV, logits: Logits, observe: bool) -> Tensor:
-        # Rows with padding in this forward are attended one by one, without it; others together, as many as fill a tile.
-        batch, step = given.query.shape[0], 1 if forward.columns is not None else TILE_TOKENS // PAGE_TOKENS
-        if forward.columns is None and batch <= step:
-            return store.attend(AttendRequest(forward, range(batch), logits, given, observe))
-        outputs = []
-        for at in range(0, batch, step):
-            rows = range(at, min(at + step, batch))
-            part = given.of_rows(rows)
-            if forward.columns is None:
-                outputs.append(store.attend(AttendRequest(forward, rows, logits, part, observe)))
-                continue
-            columns = forward.columns[at].to(given.query.device)
-            output = part.query.new_zeros(*part.query.shape[:3], part.values.shape[3])
-            if forward.counts[at]:
-                part = part.of_columns(columns)
-                output[:, :, columns] = store.attend(AttendRequest(forward, rows, logits, part, observe))
-            outputs.append(output)
-        return torch.cat(outputs)
-
-    @staticmethod
-    def _store(store: Store, forward: Forward, given: QKV) -> None:
-        # Detached: outside torch.no_grad() a stored token would keep the graph of every forward alive.
-        keys, values = given.keys, given.values
-        if keys.requires_grad or values.requires_grad:
-            keys, values = keys.detach(), values.detach()
-        store.store(forward, keys, values)
 
     if not TYPE_CHECKING:  # hidden from mypy, which still reports misspelt attributes
         # Both raise a helpful error in a model that treats what `update` returned as a tensor.
