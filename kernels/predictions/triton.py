@@ -20,7 +20,7 @@ from calib.kernels.ahead_of_time import Specialisation
 from calib.kernels.attend.loads import code_words, own_words, token_sizes
 from calib.kernels.attend.options import INTERPRETED, LOAD, wide_of, widths_of
 from calib.kernels.attend.packed_pages import PackedStream, PredictedValues
-from calib.kernels.attend.specialisations import stream_of
+from calib.kernels.attend.signatures import stream_of
 from calib.kernels.attend.unpack import codes_of, level_bits, plane_count
 from calib.kernels.current_device import launching_on
 from calib.kernels.launch import launch

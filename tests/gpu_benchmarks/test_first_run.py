@@ -97,7 +97,7 @@ def test_launch_options_reach_the_launch_and_are_taken_back(monkeypatch):
     import torch
 
     from calib.kernels.attend.operation import PageSpan
-    from calib.kernels.attend.specialisations import stream_of
+    from calib.kernels.attend.signatures import stream_of
 
     launched, own = watch(monkeypatch, "attend", runs=False), (page_launch.PROGRAMS, page_launch.stages_of)
     query, stream = torch.zeros(1, 1, 4, 128, device="meta"), stream_of(4)

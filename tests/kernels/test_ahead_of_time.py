@@ -106,7 +106,7 @@ from dataclasses import replace
 import torch
 from calib.kernels.ahead_of_time import compiled
 from calib.kernels.attend.options import stages_of
-from calib.kernels.attend.specialisations import exact_stream, rope_tables_of, specialisation, stream_of
+from calib.kernels.attend.signatures import exact_stream, rope_tables_of, specialisation, stream_of
 
 def made(keys, tables, block, **given):
     one = specialisation(keys, keys, rope_tables=tables, block=block)

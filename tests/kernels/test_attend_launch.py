@@ -10,7 +10,7 @@ from launches import watch
 from calib.kernels.attend import page_launch, triton
 from calib.kernels.attend.operation import PageSpan
 from calib.kernels.attend.options import CHANNEL, TOKEN, constants_of
-from calib.kernels.attend.specialisations import exact_stream, rope_tables_of, stream_of
+from calib.kernels.attend.signatures import exact_stream, rope_tables_of, stream_of
 
 pytestmark = pytest.mark.arithmetic
 

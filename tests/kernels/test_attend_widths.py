@@ -7,7 +7,7 @@ from mixed_words import NARROW, PAGE, WIDE, Words, stored
 from paged_attention import Kind, Pages, assert_attended, attention, of_rows
 from tolerances import ATTENTION, FLOAT32_ATTENTION, ROUNDED_SCORES, SPLIT_SCORES
 
-from calib.kernels.attend import operation, specialisations, triton
+from calib.kernels.attend import operation, signatures, triton
 from calib.kernels.attend.operation import PackedStream, PageSpan
 from calib.kernels.attend.reference import RunningSoftmax, code_mix, code_scores
 from calib.kernels.pack.heads import join_heads, spread_heads
@@ -137,8 +137,8 @@ def test_a_token_without_words():
     ],
 )
 def test_loads_are_as_wide_as_all_heads_allow(counts, piece, full):
-    stream = specialisations.stream_of((7, 5, 4), channels=3 * max(counts), counts=counts)
-    found = specialisations.specialisation(stream, stream).constants
+    stream = signatures.stream_of((7, 5, 4), channels=3 * max(counts), counts=counts)
+    found = signatures.specialisation(stream, stream).constants
     assert [found[name] for name in ("KEY_PIECE", "KEY_FULL", "VALUE_PIECE", "VALUE_FULL")] == [piece, full] * 2
 
 
