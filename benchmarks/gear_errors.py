@@ -18,7 +18,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from benchmarks.protocol import keep, load
 from calib.documents.generators import retrieval_cases
 from calib.evaluate.entries import MethodEntry
-from calib.evaluate.evaluation import read_artifact
+from calib.evaluate.loaded import read_artifact
 from calib.evaluate.request_files import read_request
 from calib.runtime import Artifact
 from calib.runtime.attention import exact_attention

@@ -14,9 +14,9 @@ from transformers import PreTrainedModel
 from calib import __version__
 from calib.bench.peak import Peak
 from calib.bench.request import BenchRequest, title_of
-from calib.capture.language_model import load
 from calib.evaluate.entries import Given
-from calib.evaluate.evaluation import VERSIONS, check_model, read_artifact, usable_device
+from calib.evaluate.evaluation import VERSIONS
+from calib.evaluate.loaded import check_model, loaded
 from calib.runtime.artifact.fingerprint import fingerprint
 
 
@@ -88,12 +88,9 @@ class BenchModel:
 
 def prepare(request: BenchRequest) -> BenchModel:
     """Loads the model and opens every row's cache once as a check; raises UsageError if the request cannot be run."""
-    if request.threads is not None:
-        torch.set_num_threads(request.threads)
-    device = usable_device(request.device)
-    artifact, digest = read_artifact(request.artifact)
-    model, tokenizer = load(request.model, request.dtype)
-    model.to(device)
+    model, tokenizer, artifact, digest = loaded(
+        request.model, request.dtype, request.device, request.artifact, request.threads
+    )
     request.check_positions(positions(model))
     parts = {id(part.config): part.config for part in model.modules() if isinstance(part, PreTrainedModel)}
     attention = [(config, config._attn_implementation_internal) for config in parts.values()]

@@ -98,7 +98,7 @@ def generate(asked: argparse.Namespace, name: str, options: dict[str, Any], text
     from transformers import DynamicCache
 
     from calib.capture.language_model import load
-    from calib.evaluate.evaluation import usable_device
+    from calib.evaluate.loaded import usable_device
     from calib.runtime import cache_argument, compress
     from calib.runtime.memory import measure
 

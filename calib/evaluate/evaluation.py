@@ -1,32 +1,23 @@
 """The steps of an evaluation: load the model, check every method and task, then measure the cells."""
 
-import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import PreTrainedModel
-
 from calib import __version__
-from calib.artifact_name import artifact_file, load_artifact, refused_as_usage
-from calib.capture.language_model import load
-from calib.capture.model_files import find_model
 from calib.errors import UsageError
 from calib.evaluate.cell import Cell, Result
 from calib.evaluate.cell_files import CellFiles
 from calib.evaluate.entries import Entry, Given
+from calib.evaluate.loaded import check_model, loaded
 from calib.evaluate.products import multiply_in_float32
 from calib.evaluate.request import Request
 from calib.evaluate.tasks import Column, Subject
 from calib.evaluate.tokenizer_identity import tokenizer_identity
-from calib.runtime import Artifact
 from calib.runtime.artifact.fingerprint import fingerprint
-from calib.runtime.messages.printable import printable
 
 VERSIONS = ("torch", "transformers")
 
@@ -65,12 +56,9 @@ class Evaluation:
 
 def prepare(request: Request) -> Evaluation:
     """Loads the model and checks every method on every column; raises UsageError if the request cannot be run."""
-    if request.threads is not None:
-        torch.set_num_threads(request.threads)
-    device = usable_device(request.device)
-    artifact, artifact_hash = read_artifact(request.artifact)
-    model, tokenizer = load(request.model, request.dtype)
-    model.to(device)
+    model, tokenizer, artifact, artifact_hash = loaded(
+        request.model, request.dtype, request.device, request.artifact, request.threads
+    )
     if request.products == "float32":
         multiply_in_float32(model)
     subject = Subject(model, tokenizer, request.seed, request.batch_size, request.limit)
@@ -90,43 +78,13 @@ def prepare(request: Request) -> Evaluation:
         "config_hash": identity["config_hash"],
         "weights": identity["weights"],
         "dtype": str(model.dtype).removeprefix("torch."),
-        "device": device.type,
+        "device": model.device.type,
         "seed": request.seed,
         "batch_size": request.batch_size,
         **({} if request.products == "model" else {"products": request.products}),
         "versions": {"calib": __version__, **{name: version(name) for name in VERSIONS}},
     }
     return Evaluation(request, subject, columns, cells, given, base, tokenizer_identity(tokenizer))
-
-
-def usable_device(name: str) -> torch.device:
-    """Returns the torch device of this name; raises UsageError if this machine has no such device."""
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise UsageError(f"invalid value {printable(name)} for 'device' (such as cpu or cuda): {reason}") from error
-    return device
-
-
-def read_artifact(name: str | None) -> tuple[Artifact | None, str | None]:
-    """Loads an artifact and returns it with the SHA-256 of its file, or (None, None) for no name.
-
-    `name` is a local file, one in the checkout that the package runs from, a folder with one artifact, or a hub repository.
-    """
-    if name is None:
-        return None, None
-    packaged = Path(find_model(str(Path(name).parent))) / Path(name).name
-    path = packaged if packaged.is_file() else artifact_file(name)
-    return load_artifact(path), hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def check_model(artifact: Artifact | None, model: PreTrainedModel) -> None:
-    """Raises UsageError if the artifact was fitted for another model, even if no row uses it."""
-    if artifact is not None:
-        with refused_as_usage():
-            artifact.check(model)
 
 
 def chosen(evaluation: Evaluation, patterns: Sequence[str]) -> list[Cell]:

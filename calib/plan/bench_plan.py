@@ -10,7 +10,7 @@ from calib.bench.interleave import PAUSE
 from calib.bench.largest_batch import CHECKED, MEASURED, Law
 from calib.bench.request import BenchRequest, title_of
 from calib.evaluate.entries import CacheEntry
-from calib.evaluate.evaluation import read_artifact
+from calib.evaluate.loaded import read_artifact
 from calib.plan.meta_model import read_meta_model
 from calib.plan.run_memory import RunMemory, at_most, placed
 from calib.plan.run_time import RunPace, seconds_content

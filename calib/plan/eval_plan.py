@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from calib.evaluate.entries import CacheEntry, Entry
-from calib.evaluate.evaluation import fitting, read_artifact
+from calib.evaluate.evaluation import fitting
+from calib.evaluate.loaded import read_artifact
 from calib.evaluate.request import Request
 from calib.evaluate.tasks import Column
 from calib.plan.cache_sizes import CacheSize

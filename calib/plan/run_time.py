@@ -17,7 +17,7 @@ from torch.nn import functional
 from transformers import DynamicCache
 
 from calib.errors import UsageError
-from calib.evaluate.evaluation import usable_device
+from calib.evaluate.loaded import usable_device
 from calib.evaluate.products import multiply_in_float32
 from calib.plan.duration import extrapolated, flops
 from calib.plan.meta_model import MetaModel

@@ -17,7 +17,7 @@ from calib.capture.generated import generated_sequences
 from calib.capture.language_model import load
 from calib.documents.corpus import TextSource, text_hash
 from calib.errors import RunError, UsageError
-from calib.evaluate.evaluation import usable_device
+from calib.evaluate.loaded import usable_device
 from calib.method_options import as_usage
 from calib.runtime.completed import completed
 from calib.runtime.files.atomic_file import write_atomically
