@@ -2,7 +2,7 @@
 
     {"format": 1, "model": ..., "weights": ..., "dtype": ..., "columns": [{"title", "settings", "kind", "batches", ...}]}
 
-`kind` is `answers` (prompts, mask, answers, asked: as in `tasks/retrieval.py`) or `text` (tokens, with `prefill` and
+`kind` is `answers` (prompts, mask, answers, asked: as in `tasks/answer_tokens.py`) or `text` (tokens, with `prefill` and
 `chunk`: as in `tasks/perplexity.py`). Other tasks need more than another library's cache gives, and are not written.
 """
 

@@ -10,8 +10,8 @@ from toy_language_model import save_text, toy_model, toy_tokenizer
 from calib.documents.generators import Piece
 from calib.errors import UsageError
 from calib.evaluate.tasks import Subject, build_task
+from calib.evaluate.tasks.answer_tokens import token_row
 from calib.evaluate.tasks.chat import Chat
-from calib.evaluate.tasks.retrieval import token_row
 
 SPACED = CHAT.replace("{{ message['content'] | trim }}", "{{ ' ' + message['content'] }}")  # as Llama 2 writes answers
 THINKING = CHAT.replace("'<a>' }}", "'<a>' + ('<think></think>' if loop.last else '') }}", 1)  # as Qwen 3 does

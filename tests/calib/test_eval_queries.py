@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from calib.documents.generators import Piece, retrieval_cases
 from calib.errors import UsageError
 from calib.evaluate.tasks import build_task
-from calib.evaluate.tasks.retrieval import token_row
+from calib.evaluate.tasks.answer_tokens import token_row
 from calib.runtime import compress
 
 

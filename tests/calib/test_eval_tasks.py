@@ -15,7 +15,7 @@ from calib.errors import UsageError
 from calib.evaluate.bootstrap import mean_interval
 from calib.evaluate.feed import Feed
 from calib.evaluate.tasks import build_task
-from calib.evaluate.tasks.retrieval import RetrievalBatch, batch, token_pair
+from calib.evaluate.tasks.answer_tokens import AnswerBatch, batch, token_pair
 from calib.runtime import compress
 
 
@@ -57,14 +57,14 @@ def test_an_answer_is_exact_just_when_greedy_generation_gives_it(model):
             answers[::2, wrong_at] = (answers[::2, wrong_at] + 1) % 259
         with compress(model, "kivi", bits=2, residual=32) as cache:
             exact, _ = column.measure(
-                cache, RetrievalBatch(cases.prompts, cases.mask, answers, torch.ones_like(answers, dtype=torch.bool))
+                cache, AnswerBatch(cases.prompts, cases.mask, answers, torch.ones_like(answers, dtype=torch.bool))
             )
         assert exact.tolist() == [wrong_at is None or row % 2 == 1 for row in range(8)]
         asked = torch.tensor([position != 3 for position in range(4)]).expand(
             8, 4
         )  # the last token is fed and not asked
         with compress(model, "kivi", bits=2, residual=32) as cache:
-            exact, likely = column.measure(cache, RetrievalBatch(cases.prompts, cases.mask, answers, asked))
+            exact, likely = column.measure(cache, AnswerBatch(cases.prompts, cases.mask, answers, asked))
         assert exact.tolist() == [wrong_at in (None, 3) or row % 2 == 1 for row in range(8)] and len(likely) == 24
 
 

@@ -18,11 +18,11 @@ from calib.documents.corpus import TextSource
 from calib.documents.generators import Piece, keyed_random, needles
 from calib.documents.running_text import RunningText
 from calib.errors import UsageError
+from calib.evaluate.tasks.answers import AnswersColumn
 from calib.evaluate.tasks.chat import Chat, check_chat
 from calib.evaluate.tasks.contract import Column, Subject, check_title, whole_number
 from calib.evaluate.tasks.generated import GeneratedColumn, Question, tokens_of
 from calib.evaluate.tasks.haystack import anywhere, case_depths, check_grid, check_lengths, filled, running_text
-from calib.evaluate.tasks.retrieval import AnswersColumn
 from calib.evaluate.tasks.text import Text, read_text, sampled, text_source
 from calib.runtime.messages.printable import printable
 
