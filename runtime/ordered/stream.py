@@ -137,10 +137,7 @@ class Stream:
             return torch.zeros(pool.kv_heads, 0, self.head_dim, device=pool.device)
         whole = -(-packed // group) * group  # a group's codes are read together with its parameters
         pages = table.pages(row, 0, -(-packed // pool.page_tokens))
-        block = {
-            name: tensor[pages].transpose(0, 1).flatten(1, 2)[None, :, : whole // pool.rows_of(pool.fields[name])]
-            for name, tensor in pool.tensors.items()
-        }
+        block = pool.of_row(pages, whole)
         tokens = self.plan.transform.inverse(self.plan.codec.decode(block, self.head_dim))[0, :, :packed].to(
             pool.device
         )

@@ -211,6 +211,14 @@ class PagePool:
             tile = {name: part if part.device == self.device else part.to(self.device) for name, part in tile.items()}
         return tile
 
+    def of_row(self, pages: list[int], count: int) -> dict[str, Tensor]:
+        """The first `count` tokens in one row's `pages`, as fields `[1, kv_heads, count / tokens_per_row (rounded up), width]` on
+        the device of the pages."""
+        return {
+            name: tensor[pages].transpose(0, 1).flatten(1, 2)[None, :, : -(-count // self.rows_of(self.fields[name]))]
+            for name, tensor in self.tensors.items()
+        }
+
     def first_rows(self, pages: Pages, part: str) -> Block:
         """Like `read`, for one page of each row and the first row of each field in it. A field is read when it is first
         accessed, and not copied where `pages` is a slice."""

@@ -240,11 +240,7 @@ class Tier:
             heads, device = self.pool.kv_heads, self.pool.device
             keys, values = (torch.zeros(heads, 0, width, device=device) for width in self.widths.values())
             return keys, values
-        block = {
-            name: tensor[pages].transpose(0, 1).flatten(1, 2)[None, :, : -(-count // rows)]
-            for name, tensor in self.pool.tensors.items()
-            for rows in [self.pool.rows_of(self.pool.fields[name])]
-        }
+        block = self.pool.of_row(pages, count)
         if self.row_params is not None:
             block |= {name: tensor[row_params] for name, tensor in self.row_params.tensors.items()}
         keys, values = self.decode([row], block)
