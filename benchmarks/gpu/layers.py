@@ -28,11 +28,6 @@ class Heads:
     head_dim: int
 
 
-def bare_layer(method: str, heads: Heads, **options: Any) -> CompressedLayer:
-    """Returns an empty layer of `method`; bases of `klt` are random."""
-    return bare_layers(method, heads, 1, **options)[0]
-
-
 def bare_layers(method: str, heads: Heads, count: int, **options: Any) -> list[CompressedLayer]:
     """Returns `count` empty layers of one cache; those of `klt` have a random artifact, with sizes and predictions for
     `predict`."""

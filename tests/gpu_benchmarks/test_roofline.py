@@ -14,7 +14,7 @@ from benchmarks.gpu.attend_alone import packed_bytes, tier
 from benchmarks.gpu.decode_attention import TIERS, UNIFORM
 from benchmarks.gpu.devices import COPY, DEVICES, NODE, Device
 from benchmarks.gpu.inputs import queries, tokens
-from benchmarks.gpu.layers import Heads, bare_layer, filled, forward
+from benchmarks.gpu.layers import Heads, bare_layers, filled, forward
 from benchmarks.gpu.loop_clocks import busy
 from benchmarks.gpu.roofline import (
     CASES,
@@ -228,7 +228,7 @@ def test_a_step_launches_the_loops_that_are_counted(method, options, loops, monk
 
     heads, cpu = Heads(1, 8, 2, 128), torch.device("cpu")
     keys, values = (tokens(1, 2, 420, 128, seed, cpu, torch.bfloat16) for seed in (1, 2))
-    layer = filled(bare_layer(method, heads, **options), heads, keys, values, 3)
+    layer = filled(bare_layers(method, heads, 1, **options)[0], heads, keys, values, 3)
     monkeypatch.setattr(InterpretedFunction, "run", noted)
     new = [tokens(1, 2, 1, 128, seed, cpu, torch.bfloat16) for seed in (4, 5)]
     forward(layer, queries(keys, 8, 1, 6), *new)
