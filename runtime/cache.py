@@ -247,7 +247,9 @@ class CompressedCache(Cache):
             for number, layer in enumerate(self.layers)
         }
         speculative: State = (
-            {} if self.speculator is None or self.speculator.tokens is None else {"guess": self.speculator.tokens}
+            {}
+            if self.speculator is None or self.speculator.tokens is None
+            else {"speculative_tokens": self.speculator.tokens}
         )
         return {"rows": self.sequences.state(), "layers": layers} | speculative
 
@@ -269,9 +271,9 @@ class CompressedCache(Cache):
                 layer.restore(own, like(number), *seen)
             else:
                 layer_beside.restore(layer, own, like(number), len(self.sequences.lengths), *seen)
-        if self.speculator is not None and "guess" in state:
+        if self.speculator is not None and "speculative_tokens" in state:
             tokens = torch.zeros(len(self.sequences.lengths), dtype=torch.int64, device=like(0)[0].device)
-            self.speculator.tokens = tensor_like(state, "guess", tokens)
+            self.speculator.tokens = tensor_like(state, "speculative_tokens", tokens)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row i becomes a copy of row `beam_idx[i]`: windows are copied, pages are shared until one of the rows writes to them."""

@@ -77,12 +77,12 @@ class FetchedPool:
     def state(self) -> State:
         """All entries, for a file."""
         self.side.wait()
-        return {"pairs": self.pairs, "places": self.positions, "fetched": self.fetched}
+        return {"pairs": self.pairs, "positions": self.positions, "fetched": self.fetched}
 
     def restore(self, state: State, lengths: list[int], most: int) -> None:
         """Fills the pool from `state`, for rows of these lengths. Raises StateError for more than `most` entries, for positions
         that a row does not have, and for a token fetched twice."""
-        self.positions = tensor_like(state, "places", self.positions, free=(2,))
+        self.positions = tensor_like(state, "positions", self.positions, free=(2,))
         like = self.pairs.new_zeros(()).expand(*self.positions.shape, self.pairs.shape[3])
         self.pairs, self.fetched = tensor_like(state, "pairs", like), tensor_like(state, "fetched", self.fetched)
         entries = self.positions.shape[2]

@@ -133,13 +133,13 @@ class OffloadStore(ABC):
     def state(self) -> State:
         """The state of both stores and of the fetched pairs."""
         self.pool.side.wait()
-        return {"low": self.low.state(), "host": self.host.state(), "residents": self.pool.state()}
+        return {"low": self.low.state(), "host": self.host.state(), "pool": self.pool.state()}
 
     def restore(self, state: State) -> None:
         """Fills both stores and the fetched pairs from `state`. Raises StateError where it does not fit."""
         self.low.restore(branch(state, "low"))
         self.host.restore(branch(state, "host"))
-        self.pool.restore(branch(state, "residents"), self.sequences.lengths, self.policy.entries)
+        self.pool.restore(branch(state, "pool"), self.sequences.lengths, self.policy.entries)
 
     def read_back(self, row: int) -> tuple[Tensor, Tensor]:
         """As `Store.read_back`: exact, from the host."""

@@ -166,19 +166,21 @@ class Stream:
     def state(self, lengths: list[int]) -> State:
         """Pages and window of rows of these lengths, for a file."""
         self.settle()
-        counted: State = {} if self.overflowed_outliers is None else {"further": self.overflowed_outliers}
+        counted: State = {} if self.overflowed_outliers is None else {"overflowed_outliers": self.overflowed_outliers}
         window = self.window.state(max(map(self.plan.schedule.slots, lengths), default=0))
-        return {"wide": self.fp32_params, "pages": self.pool.state(), "window": window} | counted
+        return {"fp32_params": self.fp32_params, "pages": self.pool.state(), "window": window} | counted
 
     def restore(self, state: State, table: PageTable, lengths: list[int]) -> None:
         """Fills the stream from `state`, with the pages of `table` and rows of `lengths`. Raises StateError where it does not
         fit."""
-        self.fp32_params = part_of(state, "wide", bool)
+        self.fp32_params = part_of(state, "fp32_params", bool)
         self.pool.fit(self.plan.codec.fields(self.head_dim, self.window.tokens.dtype, self.fp32_params))
         self.pool.restore(branch(state, "pages"), table.capacity, table.page_tokens)
         self.window.restore(branch(state, "window"), max(map(self.plan.schedule.slots, lengths), default=0))
         self.overflowed_outliers = (
-            None if self.overflowed_outliers is None else tensor_like(state, "further", self.overflowed_outliers)
+            None
+            if self.overflowed_outliers is None
+            else tensor_like(state, "overflowed_outliers", self.overflowed_outliers)
         )
 
     def _encodes_plainly(self) -> bool:

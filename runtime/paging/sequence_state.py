@@ -71,7 +71,7 @@ class SequenceState(ABC):
     def state(self) -> State:
         """Lengths and tables, and those of the host's state, for a file; drafts must be confirmed."""
         tables = {str(number): table.state() for number, table in enumerate(self.tables)}
-        on_host: State = {} if self.host_state is None else {"follower": self.host_state.state()}
+        on_host: State = {} if self.host_state is None else {"host": self.host_state.state()}
         return {"lengths": self.lengths, "tables": tables} | on_host
 
     @abstractmethod

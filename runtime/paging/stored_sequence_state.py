@@ -22,7 +22,7 @@ def restore(sequences: SequenceState, state: State, most: int) -> None:
     for number, table in enumerate(sequences.tables):
         table.restore(branch(tables, str(number)), [(counts[number], first) for counts, first in needed], most)
     if sequences.host_state is not None:
-        restore(sequences.host_state, branch(state, "follower"), most)
+        restore(sequences.host_state, branch(state, "host"), most)
         if sequences.host_state.lengths != sequences.lengths:
             found, expected = printable(sequences.host_state.lengths), printable(sequences.lengths)
             raise StateError(f"rows of {found} tokens on the host, expected {expected}")

@@ -23,7 +23,7 @@ from calib.runtime.files.state import StateError, check_values
 from calib.runtime.files.tensor_bytes import tensor_bytes
 from calib.runtime.messages.printable import LENGTH, printable, shortened
 
-FORMAT = "4"
+FORMAT = "5"
 KEY = "calib_prefix"  # the only entry of the file's metadata
 PARTS: Mapping[str, type] = {
     "crc32": int,

@@ -213,7 +213,7 @@ def _checked_ids(ids: Tensor, rows: int, columns: int, path: str | os.PathLike[s
 def _check_tokens(state: State, model: PreTrainedModel) -> None:
     """Raises StateError for token ids outside the model's embedding."""
     vocabulary = model.get_input_embeddings().weight.shape[0]
-    for name in (IDS, "guess"):
+    for name in (IDS, "speculative_tokens"):
         found = state.get(name)
         if isinstance(found, Tensor) and found.numel():
             least, most = (int(end) for end in found.aminmax())

@@ -96,13 +96,13 @@ class Tier:
 
     def state(self) -> State:
         """The pages, the rows' parameters, and what the layout of their fields depends on."""
-        found: State = {"wide": dict(self.fp32_params), "longest": self.longest, "pages": self.pool.state()}
-        found |= {} if self.row_params is None else {"records": self.row_params.state()}
-        return found | ({} if self.overflowed_outliers is None else {"further": self.overflowed_outliers})
+        found: State = {"fp32_params": dict(self.fp32_params), "longest": self.longest, "pages": self.pool.state()}
+        found |= {} if self.row_params is None else {"row_params": self.row_params.state()}
+        return found | ({} if self.overflowed_outliers is None else {"overflowed_outliers": self.overflowed_outliers})
 
     def restore(self, state: State, capacity: int, row_params: int) -> None:
         """Restores the tier from `state`, with `capacity` pages and `row_params` pages of parameters. Raises StateError."""
-        fp32_params = branch(state, "wide")
+        fp32_params = branch(state, "fp32_params")
         self.fp32_params, longest = (
             {role: part_of(fp32_params, role, bool) for role in self.fp32_params},
             whole(state, "longest"),
@@ -111,10 +111,12 @@ class Tier:
         self._lay_out()
         self.pool.restore(branch(state, "pages"), capacity)
         if self.row_params is not None:
-            self.row_params.restore(branch(state, "records"), row_params)
+            self.row_params.restore(branch(state, "row_params"), row_params)
         self._order_lists()
         self.overflowed_outliers = (
-            None if self.overflowed_outliers is None else tensor_like(state, "further", self.overflowed_outliers)
+            None
+            if self.overflowed_outliers is None
+            else tensor_like(state, "overflowed_outliers", self.overflowed_outliers)
         )
 
     def _order_lists(self) -> None:

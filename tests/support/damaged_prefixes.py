@@ -53,7 +53,16 @@ def bits(file: File, draw: Random) -> None:
 
 def indices(file: File, draw: Random) -> None:
     """Replace entries of stored indices: tokens, channels, positions, atoms, fetched tokens."""
-    telling = ("indices", "tokens", "channels", "places", "positions", "guess", "input_ids", "fetched", "further")
+    telling = (
+        "indices",
+        "tokens",
+        "channels",
+        "positions",
+        "speculative_tokens",
+        "input_ids",
+        "fetched",
+        "overflowed_outliers",
+    )
     named = sorted(
         name for name, t in file.tensors.items() if t.numel() and not t.is_floating_point() and name.endswith(telling)
     )

@@ -22,7 +22,7 @@ from calib.runtime.stages.correction.outliers import Found
 
 OUTLIERS, LOW_RANK, RESIDUAL = "outliers.", "low_rank.", "residual."
 COEFFICIENTS = LOW_RANK + "coefficients"
-OVERFLOWED = OUTLIERS + "further"  # not stored: the number of entries beyond a threshold that got no slot, `[batch]`
+OVERFLOWED = OUTLIERS + "overflowed"  # not stored: the number of entries beyond a threshold that got no slot, `[batch]`
 
 
 @dataclass(frozen=True, eq=False)
