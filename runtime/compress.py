@@ -14,7 +14,7 @@ from calib.runtime.completed import completed
 from calib.runtime.graphs.step_graphs import graphs_for
 from calib.runtime.layer import CompressedLayer
 from calib.runtime.messages.printable import printable
-from calib.runtime.methods import Geometry, build, options_asked
+from calib.runtime.methods import Geometry, build, check_rope, options_asked
 from calib.runtime.methods.tuned import check_one_sequence_state
 from calib.runtime.offload.speculator import Speculator
 from calib.runtime.prefix.prefix import Origin, load
@@ -92,6 +92,7 @@ def compress(
             f"{type(model).__name__} has {has}, and so no plain key-value cache to compress; run it with the cache of transformers"
         )
     geometry = Geometry.of(config)
+    check_rope(method, model)
     plans = completed({i: built.plan(i, geometry, artifact) for i in wrapped}, model, tokenizer)
     for plan in plans.values():
         plan.check(geometry.head_dim, model.dtype)  # before anything runs

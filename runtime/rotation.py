@@ -17,6 +17,9 @@ from calib.kernels.unrotate.reference import rotated
 from calib.kernels.upload import upload
 from calib.runtime.messages.printable import printable
 
+# The advice of methods that encode keys before RoPE where a model's RoPE cannot be undone.
+KEEP_ROTATED = "use a method that keeps keys after RoPE, such as 'kivi'"
+
 # In models of these types only sliding-window layers have RoPE; modules of SmolLM3 say so themselves (`use_rope`).
 ROTATED_WHERE_SLIDING = frozenset({"afmoe", "exaone4", "exaone_moe", "flint", "kolibri1", "lara_mini"})
 

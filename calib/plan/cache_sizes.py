@@ -11,7 +11,7 @@ from calib.bench.largest_batch import MEASURED, Law
 from calib.plan.meta_model import MetaModel
 from calib.plan.meta_tensors import META, MetaTensors
 from calib.runtime.artifact.artifact import Artifact
-from calib.runtime.methods import METHODS, Geometry, build
+from calib.runtime.methods import METHODS, Geometry, build, check_rope
 from calib.runtime.offload.store import OffloadStore
 from calib.runtime.rotation import Rotation
 from calib.runtime.store import Footprint, LayerContext, Plan
@@ -58,6 +58,7 @@ def cache_size(
     """Size of a cache of `batch` rows, each with a prompt of `context` tokens and `after` tokens stored after it."""
     try:
         built = build(method, options)
+        check_rope(method, meta_model.model)
         plans = [built.plan(number, Geometry.of(meta_model.text), artifact) for number in meta_model.compressed]
         one, two = (predicted(meta_model, plans, rows, context, after) for rows in MEASURED)
     except ValueError as error:

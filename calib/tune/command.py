@@ -21,7 +21,7 @@ from calib.evaluate.loaded import usable_device
 from calib.method_options import as_usage
 from calib.runtime.completed import completed
 from calib.runtime.files.atomic_file import write_atomically
-from calib.runtime.methods import method_class
+from calib.runtime.methods import check_rope, method_class
 from calib.runtime.methods.tuned import with_choices
 from calib.tune.candidates import candidates, grid_of
 from calib.tune.fetched import FetchedPairs, Link, check_link, fetched_within
@@ -75,6 +75,7 @@ def tune(request: Request) -> int:
     model.to(device)
     subject = Subject.of(model, artifact, request.seed)
     with as_usage():
+        check_rope(request.method, model)
         shape = subject.layers, subject.geometry, artifact, model.dtype
         found = candidates(request.method, request.options, *shape, lambda plans: completed(plans, model, tokenizer))
     tokens, origin = sequences(request, model, tokenizer)

@@ -8,11 +8,14 @@ from importlib import import_module
 from pkgutil import iter_modules
 from typing import Any
 
+from torch import nn
+
 from calib.runtime.messages.printable import LENGTH, printable
 from calib.runtime.methods.contract import Geometry, Method
 from calib.runtime.methods.corrections import CorrectedMethod, Corrections
 from calib.runtime.methods.per_stream import as_written
 from calib.runtime.methods.tuned import Tuned
+from calib.runtime.rotation import KEEP_ROTATED, Rotation
 from calib.runtime.stages.contract import Codec
 
 
@@ -35,6 +38,7 @@ __all__ = [
     "Geometry",
     "Method",
     "build",
+    "check_rope",
     "later_options",
     "method_class",
     "options_asked",
@@ -120,6 +124,15 @@ def _own_method(name: str, own: dict[str, Any]) -> Method:
     tuned: Any = Tuned(name, method_class(name), own["tuned"])
     chosen: Method = tuned
     return chosen
+
+
+def check_rope(name: str, model: nn.Module) -> None:
+    """Raises ValueError if method `name` always encodes keys as they were before RoPE, and the model's cannot be undone.
+
+    Check before making a plan: no fit measures what the plan would miss in the artifact of such a model.
+    """
+    if getattr(method_class(name), "before_rope", False):
+        Rotation.of(model, KEEP_ROTATED)
 
 
 def options_asked(method: Any) -> dict[str, Any]:

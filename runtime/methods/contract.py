@@ -55,6 +55,10 @@ class Method(Protocol):
     own_corrections: ClassVar[bool] = False
     """Whether the method has correction options of its own and takes no `corrections`."""
 
+    before_rope: ClassVar[bool] = False
+    """Whether keys are always encoded as they were before RoPE, so that no fit gives what the method needs of a model whose RoPE
+    cannot be undone."""
+
     def paper_bits(self, cache: CountedCache) -> float | None:
         """Returns bits per value as its paper counts them (`paper_counting.py`); None if it has no formula for these options."""
         return None

@@ -66,6 +66,7 @@ class Csr(Method):
 
     name: ClassVar[str] = "csr"
     packs: ClassVar[tuple[type[Codec], ...]] = (Sparse,)
+    before_rope: ClassVar[bool] = True
 
     grid: ClassVar[Grid] = Grid({"sparsity": (2, 4, 6, 8, 12, 16), "coefficients": (4, 5, 6, 8, "fp16")})
 

@@ -53,6 +53,7 @@ class KVQuant(Method):
     packs: ClassVar[tuple[type[Codec], ...]] = (Codebook, TokenRange)
     needs_fit: ClassVar[bool] = True
     own_corrections: ClassVar[bool] = True
+    before_rope: ClassVar[bool] = True
 
     bits: int | Streams[int] = 4
     outliers: float = 0.01

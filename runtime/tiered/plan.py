@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from calib.runtime.rotation import KEEP_ROTATED
 from calib.runtime.stages.contract import Codec
 from calib.runtime.stages.prediction import Prediction
 from calib.runtime.stages.saliency import FastGen, Probes
@@ -71,7 +72,7 @@ class TieredPlan(Plan):
     def needs_rope(self) -> str | None:
         """The advice to give where the model's RoPE is not supported; None where RoPE need not be known."""
         if self.before_rope:
-            return "use a method that keeps keys after RoPE, such as 'kivi'"
+            return KEEP_ROTATED
         return "use positions='original'" if self.relocates else None
 
     @property

@@ -44,8 +44,8 @@ PROMPTS, NEW = (180, 101, 140), 6
 DOCUMENT = Path("docs/models.md").read_text()
 LONGROPE = "Phi3ForCausalLM has RoPE of type 'longrope', whose frequencies change with the length"
 REFUSED = {
-    ("phi3_128k", "csr"): "keys.dictionary",
-    ("phi3_128k", "kvquant"): "nuq.shares",
+    ("phi3_128k", "csr"): f"{LONGROPE}; use a method that keeps keys after RoPE, such as 'kivi'",
+    ("phi3_128k", "kvquant"): f"{LONGROPE}; use a method that keeps keys after RoPE, such as 'kivi'",
     ("phi3_128k", "streaming_llm"): f"{LONGROPE}; use positions='original'",
     ("phi3_128k", "infllm"): f"{LONGROPE}; use positions='original'",
 }

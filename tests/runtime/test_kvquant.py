@@ -162,3 +162,17 @@ def test_an_artifact_without_levels_is_refused_with_the_option_to_fit_with():
         ValueError, match=r"'nuq.shares', which is not in this artifact; .*`calib fit --model.nuq \[0.01\]`"
     ):
         build("kvquant", {}).plan(0, geometry, artifact)
+
+
+@pytest.mark.parametrize("method", ["kvquant", "csr"])
+def test_rope_that_cannot_be_undone_is_named_before_a_tensor_that_no_fit_could_measure(method: str):
+    rope = {"rope_type": "longrope", "factor": 2.0, "rope_theta": 10000.0, "original_max_position_embeddings": 64}
+    model = random_model("llama", rope_parameters=rope | {"short_factor": [1.0] * 16, "long_factor": [2.0] * 16})
+    artifact = calibrated_artifact(model)
+    for name in [name for name in artifact.tensors if "nuq" in name or "dictionary" in name]:
+        del artifact.tensors[name]
+    with pytest.raises(
+        ValueError, match=r"RoPE of type 'longrope'.*; use a method that keeps keys after RoPE"
+    ) as error:
+        compress(model, method, artifact)
+    assert "is not in this artifact" not in str(error.value)
