@@ -47,12 +47,14 @@ def load(
             check_sizes(config, path)
             tokenizer = AutoTokenizer.from_pretrained(found.path, **found.options)
             bounds = None if max_memory is None else dict(max_memory)  # accelerate writes numbers into it
-            model = AutoModelForCausalLM.from_pretrained(
+            model, loaded = AutoModelForCausalLM.from_pretrained(
                 found.path,
                 config=config,
                 dtype=DTYPES[dtype],
                 device_map=device_map,
                 max_memory=bounds,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # refused below, by name
                 **found.options,
             )
         except UsageError:
@@ -63,9 +65,24 @@ def load(
             if found.local:
                 raise UsageError(f"cannot load the model in '{path}' ({reason})") from error
             raise UsageError(why_the_hub_gave_none(path, error, reason)) from error
+    check_complete(loaded, path)
     if found.gguf is not None:
         without_quantization(model)
     return model.eval().requires_grad_(False), tokenizer
+
+
+def check_complete(loaded: dict[str, Any], path: str) -> None:
+    """Raises UsageError if `loaded`, transformers' report on the model at `path`, names weights that the files lack or have in
+    another shape: transformers draws these at random."""
+    remedy = "give all files of one checkpoint, with its own config.json"
+    if wrong := sorted(loaded["mismatched_keys"]):
+        name, stored, wanted = wrong[0]
+        raise UsageError(
+            f"the model in '{path}' has {name} with shape {list(stored)}, expected {list(wanted)} by its configuration; {remedy}"
+        )
+    if missing := sorted(loaded["missing_keys"]):
+        more = f" and {len(missing) - 1} more weights" * (len(missing) > 1)
+        raise UsageError(f"the model in '{path}' lacks {missing[0]}{more} of its configuration; {remedy}")
 
 
 def without_quantization(model: PreTrainedModel) -> None:
