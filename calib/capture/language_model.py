@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.utils import logging
 
 from calib.capture.device_map import MaxMemory
+from calib.capture.gguf_rope import check_rope
 from calib.capture.model_files import ModelFiles
 from calib.capture.model_sizes import check_sizes
 from calib.errors import UsageError
@@ -45,6 +46,7 @@ def load(
         try:
             config = AutoConfig.from_pretrained(found.path, **found.options)
             check_sizes(config, path)
+            check_rope(found, config)
             tokenizer = AutoTokenizer.from_pretrained(found.path, **found.options)
             bounds = None if max_memory is None else dict(max_memory)  # accelerate writes numbers into it
             model, loaded = AutoModelForCausalLM.from_pretrained(

@@ -11,6 +11,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from calib.capture.gguf_rope import check_rope
 from calib.capture.language_model import DTYPES, without_notes, without_waiting_for_the_hub
 from calib.capture.model_files import ModelFiles
 from calib.capture.model_sizes import check_sizes
@@ -98,6 +99,7 @@ def read_meta_model(path: str, dtype: str) -> MetaModel:
     with without_waiting_for_the_hub(), without_notes():
         config = told(path, found.local, lambda: AutoConfig.from_pretrained(found.path, **found.options))
     check_sizes(config, path)
+    check_rope(found, config)
     stored = getattr(config.get_text_config(decoder=True), "dtype", None) or getattr(config, "dtype", None)
     wanted = (stored or torch.float32) if dtype == "auto" else DTYPES[dtype]
     with without_notes():

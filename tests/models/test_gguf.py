@@ -3,6 +3,7 @@
 import json
 import struct
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
@@ -113,6 +114,55 @@ def test_a_damaged_file_is_one_line(tmp_path, capsys, command, damage):
     error = capsys.readouterr().err.strip().splitlines()
     assert len(error) == 1 and "tiny.gguf" in error[0], error
     assert not (tmp_path / "plain").exists()
+
+
+@torch.no_grad()
+def test_without_a_head_the_embeddings_are_tied(tmp_path, kind):
+    model = save_gguf(tmp_path / "tiny.gguf", kind, without=("lm_head.weight",))
+    model.lm_head.weight = model.model.embed_tokens.weight
+    assert main(["convert", "gguf", str(tmp_path / "tiny.gguf"), str(tmp_path / "plain")]) == 0
+    for path in (tmp_path / "tiny.gguf", tmp_path / "plain"):
+        found, _ = load(str(path), "float32")
+        assert found.config.tie_word_embeddings and torch.allclose(found(IDS).logits, model(IDS).logits, atol=1e-6)
+
+
+def test_a_missing_weight_is_one_line(tmp_path, capsys):
+    save_gguf(tmp_path / "tiny.gguf", without=("model.layers.1.mlp.up_proj.weight",))
+    assert main(["convert", "gguf", str(tmp_path / "tiny.gguf"), str(tmp_path / "plain")]) == 2
+    error = capsys.readouterr().err
+    assert "tiny.gguf' lacks model.layers.1.mlp.up_proj.weight of its configuration" in error and error.count("\n") == 1
+    assert not (tmp_path / "plain").exists()
+
+
+def factors(*values: float):
+    return lambda writer: writer.add_tensor(
+        "rope_freqs.weight", np.array([values[0]] * 12 + [values[-1]] * 4, np.float32)
+    )
+
+
+SCALED = {
+    "llama.rope.scaling.type is linear": lambda writer: writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR),
+    "the tensor rope_freqs.weight": factors(1.0, 8.0),  # as of Llama 3.1
+}
+
+
+@pytest.mark.parametrize("found", SCALED)
+@pytest.mark.parametrize(
+    "words", [["fit", "--plan", "--model.path"], ["generate", "--prompt", "the", "--method", "rtn", "--model"]]
+)
+def test_rope_that_transformers_would_not_scale_is_refused(tmp_path, capsys, found, words):
+    save_gguf(tmp_path / "tiny.gguf", more=SCALED[found])
+    assert main([*words, str(tmp_path / "tiny.gguf")]) == 2
+    error = capsys.readouterr().err
+    assert f"scales RoPE ({found}), which transformers does not read" in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "more", [lambda writer: writer.add_rope_scaling_type(gguf.RopeScalingType.NONE), factors(1.0)], ids=["none", "ones"]
+)
+def test_rope_that_is_not_scaled_is_read(tmp_path, more):
+    save_gguf(tmp_path / "tiny.gguf", more=more)
+    load(str(tmp_path / "tiny.gguf"), "float32")
 
 
 def test_what_is_no_gguf_file(tmp_path, capsys):

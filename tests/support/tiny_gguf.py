@@ -1,5 +1,6 @@
 """Writes a small random Llama or Qwen2 as a GGUF file in llama.cpp's format."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import gguf
@@ -42,8 +43,15 @@ def tiny_model(kind: str) -> PreTrainedModel:
         return AutoModelForCausalLM.from_config(CONFIGS[kind]()).eval().requires_grad_(False)
 
 
-def save_gguf(path: Path, kind: str = "llama", quantised: bool = False) -> PreTrainedModel:
-    """Write the file and return its model; `quantised`: matrices in 8 bits (Q8_0), with a scale for 32 weights."""
+def save_gguf(
+    path: Path,
+    kind: str = "llama",
+    quantised: bool = False,
+    more: Callable[[gguf.GGUFWriter], None] = lambda writer: None,
+    without: tuple[str, ...] = (),
+) -> PreTrainedModel:
+    """Write the file and return its model; `quantised`: matrices in 8 bits (Q8_0), with a scale for 32 weights. `more` writes
+    further entries; `without` are weights that are left out."""
     model = tiny_model(kind)
     writer = gguf.GGUFWriter(path, kind)
     writer.add_block_count(SIZES["num_hidden_layers"])
@@ -65,7 +73,10 @@ def save_gguf(path: Path, kind: str = "llama", quantised: bool = False) -> PreTr
     writer.add_eos_token_id(TOKENS.index("<|end|>"))
     writer.add_pad_token_id(TOKENS.index("<|end|>"))
     writer.add_chat_template(TEMPLATE)
+    more(writer)
     for name, tensor in model.state_dict().items():
+        if name in without:
+            continue
         content = as_stored(name, tensor, kind).numpy()
         if quantised and content.ndim == 2:
             kind_of = gguf.GGMLQuantizationType.Q8_0
