@@ -16,7 +16,7 @@ from calib.evaluate.loaded import check_model, loaded
 from calib.evaluate.products import multiply_in_float32
 from calib.evaluate.request import Request
 from calib.evaluate.tasks import Column, Subject
-from calib.evaluate.tokenizer_identity import tokenizer_identity
+from calib.evaluate.tokenizer_identity import special_ids, tokenizer_identity
 from calib.runtime.artifact.fingerprint import fingerprint
 
 VERSIONS = ("torch", "transformers")
@@ -34,6 +34,7 @@ class Evaluation:
         given: the model, artifact and tokenizer that the rows use.
         base: what all cells depend on: model, dtype, device, seed, batch size, versions.
         tokenizer: the hash of `tokenizer_identity`.
+        special_tokens: the ids of `special_ids`.
     """
 
     request: Request
@@ -43,6 +44,7 @@ class Evaluation:
     given: Given
     base: dict[str, Any]
     tokenizer: str
+    special_tokens: dict[str, Any]
 
     @property
     def entries(self) -> tuple[Entry, ...]:
@@ -51,7 +53,8 @@ class Evaluation:
 
     def key(self, cell: Cell) -> str:
         """Returns the cell's key in `CellFiles`: the hash of `base`, the cell, the tokenizer and the versions of used packages."""
-        return cell.key({**self.base, "tokenizer": self.tokenizer, "packages": cell.entry.packages})
+        tokenizer = {"tokenizer": self.tokenizer, "special_tokens": self.special_tokens}
+        return cell.key({**self.base, **tokenizer, "packages": cell.entry.packages})
 
 
 def prepare(request: Request) -> Evaluation:
@@ -84,7 +87,8 @@ def prepare(request: Request) -> Evaluation:
         **({} if request.products == "model" else {"products": request.products}),
         "versions": {"calib": __version__, **{name: version(name) for name in VERSIONS}},
     }
-    return Evaluation(request, subject, columns, cells, given, base, tokenizer_identity(tokenizer))
+    told = tokenizer_identity(tokenizer), special_ids(tokenizer)
+    return Evaluation(request, subject, columns, cells, given, base, *told)
 
 
 def chosen(evaluation: Evaluation, patterns: Sequence[str]) -> list[Cell]:

@@ -46,7 +46,11 @@ def document(evaluation: Evaluation, results: Mapping[str, Result]) -> dict[str,
             **{key: evaluation.base[key] for key in ("dtype", "device", "seed", "batch_size")},
             "products": request.products,
         },
-        "model": {**evaluation.given.identity, "tokenizer": evaluation.tokenizer},
+        "model": {
+            **evaluation.given.identity,
+            "tokenizer": evaluation.tokenizer,
+            "special_tokens": evaluation.special_tokens,
+        },
         "versions": {**evaluation.base["versions"], "python": platform.python_version()},
         "machine": {"processor": platform.machine(), "threads": torch.get_num_threads()},
         "columns": [

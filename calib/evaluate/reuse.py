@@ -3,9 +3,9 @@
 From the file, the key of every cell is computed as by `Cell.key(Evaluation.base)`: model, dtype, device, seed, batch size,
 versions; method, options, settings of the column, artifact. A cell of this run that has one of these keys is taken over, and its
 result records where it was measured. Two more things that figures depend on are compared separately, since not every file records
-them: the tokenizer, and the packages that give answers (`Entry.packages`). A package without a recorded version counts as
-different. Runs of earlier releases do not record the tokenizer; for them the same weights and configuration suffice, and a note
-says so.
+them: the tokenizer with its special tokens, and the packages that give answers (`Entry.packages`). A package without a recorded
+version counts as different. Runs of earlier releases do not record the tokenizer, or not its special tokens; for them the same
+weights and configuration suffice, and a note says so.
 
 The code itself is not in the file and is not compared; only calib's version is.
 """
@@ -112,6 +112,10 @@ def taken_over(evaluation: Evaluation, earlier: EarlierRun, finished: Collection
         found.notes = [
             f"{earlier.name} does not record its tokenizer; only the model's weights and configuration are known to be equal"
         ]
+    elif "special_tokens" not in earlier.content["model"]:
+        found.notes = [
+            f"{earlier.name} does not record its special tokens; only the tokenizer's words and how it splits are known to be equal"
+        ]
     found.notes += [f"not taken over from {earlier.name}: {shortened(who)}: {why}" for why, who in reasons.items()]
     if not found.results:
         why = (
@@ -130,6 +134,9 @@ def differences(evaluation: Evaluation, earlier: EarlierRun) -> list[str]:
     tokenizer = earlier.content["model"].get("tokenizer")
     if tokenizer is not None and tokenizer != evaluation.tokenizer:
         found.append("another tokenizer")
+    special = earlier.content["model"].get("special_tokens")
+    if isinstance(special, Mapping):
+        found += [f"special tokens: {one}" for one in differing(evaluation.special_tokens, special)]
     return found
 
 

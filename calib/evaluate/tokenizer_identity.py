@@ -1,4 +1,5 @@
-"""A hash that identifies a tokenizer by its vocabulary and its tokens of a sample; equal vocabularies may split differently."""
+"""What identifies a tokenizer: a hash of its vocabulary and its tokens of a sample, as equal vocabularies may split differently,
+and the ids of its special tokens, which end answers and are probes."""
 
 from typing import Any
 
@@ -17,3 +18,9 @@ def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> str:
         "sample": [list(tokenizer(SAMPLE, add_special_tokens=special)["input_ids"]) for special in (True, False)],
     }
     return sha256(plain(content, "tokenizer"))
+
+
+def special_ids(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """Returns the ids of the special tokens by name (`eos_token`: 2), and of all of them (`all`), increasing."""
+    named = {name: tokenizer.convert_tokens_to_ids(token) for name, token in tokenizer.special_tokens_map.items()}
+    return {**named, "all": sorted(set(tokenizer.all_special_ids))}

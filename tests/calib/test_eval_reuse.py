@@ -253,6 +253,32 @@ def test_finished_cells_are_those_of_their_tokenizer(model, tmp_path, measured):
     assert results(tmp_path)["model"]["tokenizer"] != before["model"]["tokenizer"]
 
 
+@pytest.mark.full
+def test_tokenizers_that_differ_in_special_tokens_alone_are_two(model, tmp_path, measured, capsys):
+    """The same words, split in the same way: but an answer ends at another one."""
+    folder = tmp_path / "model"
+    shutil.copytree(model, folder)
+    assert ask(tmp_path, str(folder), {}) == 0
+    before = results(tmp_path)
+    file = tmp_path / "before.json"
+    file.write_text(json.dumps(before))
+    untold = changed(file, tmp_path, lambda run: run["model"].pop("special_tokens"))
+    other = toy_tokenizer()
+    ends = (other.eos_token_id, 5)
+    other.eos_token = other.convert_ids_to_tokens(5)
+    other.save_pretrained(folder)
+    measured.clear()
+    (tmp_path / "again").mkdir()
+    assert ask(tmp_path / "again", str(folder), {}, "--reuse", str(file)) == 2 and not measured
+    assert f"special tokens: eos token {ends[0]} (now {ends[1]})" in capsys.readouterr().err
+    assert ask(tmp_path, str(folder), {}) == 0 and measured == EVERY
+    now = results(tmp_path)["model"]
+    assert now["tokenizer"] == before["model"]["tokenizer"]
+    assert now["special_tokens"] != before["model"]["special_tokens"]
+    assert ask(tmp_path / "again", str(folder), {}, "--reuse", untold) == 0
+    assert f"calib: {untold} does not record its special tokens" in capsys.readouterr().out
+
+
 def test_a_tokenizer_is_told_by_its_words_and_by_how_it_parts_them():
     same, other, longer = toy_tokenizer(), toy_tokenizer(), toy_tokenizer()
     other.add_tokens(["rain"])
