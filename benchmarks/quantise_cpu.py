@@ -114,9 +114,10 @@ def measure(count: int, bits: int, turns: int) -> dict[str, object]:
 
         return turn_by_turn(of, turns, ratios)
 
+    relative = errors(bits, tokens(count, 0))
     runs = run(turns, RATIOS), run(max(3, turns // 3), RATIOS_OF_HQQ)
     both = {part: {**runs[1][part], **runs[0][part]} for part in runs[0]}
-    return {"relative_error": errors(bits, tokens(count, 0)), **both}
+    return {"relative_error": relative, **both}
 
 
 if __name__ == "__main__":
