@@ -12,7 +12,8 @@ CONFIGS = {"baichuan2": "--config baichuan2.yaml "}  # options of `calib fit` fo
 
 
 def run(argv: Sequence[str]) -> int:
-    """Converts as `argv` says; raises `UsageError` for a wrong request, `RunError` for a damaged checkpoint."""
+    """Converts as `argv` says; raises `UsageError` for a wrong request or a damaged checkpoint, `RunError` for a folder that
+    cannot be written."""
     parser = Parser(
         prog="calib convert",
         description="Write a checkpoint folder that calib can fit from a checkpoint of another kind.",

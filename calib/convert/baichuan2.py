@@ -8,7 +8,8 @@ The 13B model has ALiBi instead of RoPE, which no Llama has.
 """
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,11 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from calib.capture.model_sizes import check_sizes
 from calib.convert.checkpoint import checkpoint_folder, read_json, rewrite, shards
 from calib.convert.sentencepiece_tokenizer import sentencepiece_tokenizer
 from calib.errors import UsageError
+from calib.runtime.messages.printable import shortened
 
 ARCHITECTURE = "BaichuanForCausalLM"
 NUMBERS = (
@@ -27,6 +30,7 @@ NUMBERS = (
 )
 SAME = (*NUMBERS, "rms_norm_eps", "hidden_act")
 OPTIONAL = ("initializer_range", "bos_token_id", "eos_token_id", "pad_token_id")
+LONGEST = 160  # characters of a reason of transformers
 LEAST_LENGTH = 1e-12  # least length by which a row of the head is divided, as in torch.nn.functional.normalize
 
 
@@ -45,7 +49,7 @@ def convert(source: Path, output: Path) -> None:
     config = llama_config(read_json(source / "config.json"), source)
     shards(source)
     tokenizer = sentencepiece_tokenizer(source / "tokenizer.model", read_json(source / "tokenizer_config.json"))
-    with torch.device("meta"):
+    with torch.device("meta"), as_usage(source):
         expected = {name: list(tensor.shape) for name, tensor in LlamaForCausalLM(config).state_dict().items()}
     with checkpoint_folder(output) as folder:
         rewrite(source, folder, as_llama, expected)
@@ -68,20 +72,37 @@ def llama_config(found: Mapping[str, Any], source: Path) -> LlamaConfig:
     for name in SAME:
         if name not in found or (name in NUMBERS and (type(found[name]) is not int or found[name] < 1)):
             raise UsageError(f"'{source / 'config.json'}': {name} is {found.get(name, 'not there')}; download it again")
-    return LlamaConfig(
-        **{name: found[name] for name in (*SAME, *OPTIONAL) if name in found},
-        num_key_value_heads=found["num_attention_heads"],
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        tie_word_embeddings=False,
-        dtype=found.get("torch_dtype") or found.get("dtype"),
-        architectures=["LlamaForCausalLM"],
-    )
+    with as_usage(source):
+        config = LlamaConfig(
+            **{name: found[name] for name in (*SAME, *OPTIONAL) if name in found},
+            num_key_value_heads=found["num_attention_heads"],
+            rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+            tie_word_embeddings=False,
+            dtype=found.get("torch_dtype") or found.get("dtype"),
+            architectures=["LlamaForCausalLM"],
+        )
+    check_sizes(config, str(source))
+    return config
+
+
+@contextmanager
+def as_usage(source: Path) -> Iterator[None]:
+    """Context that turns every error of transformers about a configuration into a UsageError."""
+    try:
+        yield
+    except Exception as error:  # transformers raises many types for entries of a wrong type or value
+        reason = shortened(" ".join(f"{type(error).__name__}: {error}".split()), LONGEST)
+        raise UsageError(
+            f"'{source / 'config.json'}' is not the configuration of a model ({reason}); download it again"
+        ) from error
 
 
 def as_llama(name: str, weight: Tensor) -> dict[str, Tensor]:
     """Returns the Llama tensors, by name, that replace one tensor of Baichuan2; none for stored rotary frequencies."""
     if name.endswith("rotary_emb.inv_freq"):
         return {}
+    if weight.dim() != 2:  # another shape than expected, which `rewrite` refuses
+        return {name: weight}
     if name == "lm_head.weight":
         rows = weight.float()
         return {name: (rows / rows.norm(dim=1, keepdim=True).clamp(min=LEAST_LENGTH)).to(weight.dtype)}

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -16,6 +17,7 @@ from calib.runtime.files.atomic_file import new_folder
 
 WHOLE = "model.safetensors"
 INDEX = f"{WHOLE}.index.json"
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 @contextmanager
@@ -39,7 +41,7 @@ def read_json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UsageError(f"cannot read '{path}' ({error.strerror}); give the folder of the whole checkpoint") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"'{path}' is not valid JSON ({error}); download it again") from error
     if not isinstance(content, dict):
         raise UsageError(f"'{path}' holds a {type(content).__name__}, expected an object; download it again")
@@ -61,9 +63,9 @@ def shards(folder: Path) -> list[str]:
             "with the publisher's own code and save_pretrained"
         )
     named = read_json(folder / INDEX).get("weight_map")
-    names = sorted(set(named.values())) if isinstance(named, Mapping) else []
-    if not names:
-        raise UsageError(f"'{folder / INDEX}' names no file of weights; download it again")
+    if not isinstance(named, Mapping) or not named or not all(isinstance(name, str) for name in named.values()):
+        raise UsageError(f"'{folder / INDEX}' does not name files of weights; download it again")
+    names = sorted(set(named.values()))
     for name in names:
         if Path(name).name != name or not (folder / name).is_file():
             raise UsageError(f"'{folder}' has no file '{name}', which {INDEX} names; download it again")
@@ -84,7 +86,7 @@ def rewrite(
         expected: names and shapes of all tensors of the result.
 
     Raises:
-        UsageError: a damaged file, an unexpected tensor or shape, or a missing tensor.
+        UsageError: a damaged file, an unexpected tensor, shape or dtype, or a missing tensor.
     """
     placed: dict[str, str] = {}
     size = 0
@@ -98,6 +100,12 @@ def rewrite(
         except SafetensorError as error:
             raise UsageError(f"'{source / shard}' is damaged ({error}); download it again") from error
         for name, tensor in tensors.items():
+            if tensor.dtype not in DTYPES:
+                known = ", ".join(map(str, DTYPES))
+                raise UsageError(
+                    f"'{source / shard}' gives {name} as {tensor.dtype}, expected plain weights ({known}); give the checkpoint "
+                    "that is not quantised"
+                )
             if expected.get(name) != list(tensor.shape) or name in placed:
                 raise UsageError(
                     f"'{source / shard}' gives the tensor {name} {list(tensor.shape)}, expected "

@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from calib.convert.sentencepiece_file import read_model
 from calib.errors import UsageError
+from calib.runtime.messages.printable import printable
 
 SPACE = "▁"
 SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
@@ -26,9 +27,14 @@ def sentencepiece_tokenizer(path: Path, settings: Mapping[str, Any]) -> PreTrain
     """
     model = read_model(path)
     spec, prefix = model.normalizer_spec, model.normalizer_spec.add_dummy_prefix
-    special = {name: content(settings[name]) for name in SPECIAL if settings.get(name)}
+    special = {name: content(name, settings[name]) for name in SPECIAL if settings.get(name)}
     unknown = next((piece.piece for piece in model.pieces if piece.type == piece.UNKNOWN), None)
     vocabulary = {piece.piece: token for token, piece in enumerate(model.pieces)}
+    for name, token in special.items():
+        if token not in vocabulary:  # it would be added, with a number that the model has no embedding for
+            raise UsageError(
+                f"tokenizer_config.json has the {name} {printable(token)}, which '{path}' does not have; download both again"
+            )
     byte_fallback = model.trainer_spec.byte_fallback
     tokenizer = Tokenizer(
         models.BPE(vocabulary, merges(model.pieces), unk_token=unknown, fuse_unk=True, byte_fallback=byte_fallback)
@@ -72,6 +78,12 @@ def merges(pieces: Iterable[Any]) -> list[tuple[str, str]]:
     ]
 
 
-def content(token: str | Mapping[str, Any]) -> str:
-    """Returns the text of a special token, given in tokenizer_config.json as a string or as an object with `content`."""
-    return token if isinstance(token, str) else str(token["content"])
+def content(name: str, token: Any) -> str:
+    """Returns the text of the special token `name`, given in tokenizer_config.json as a string or as an object with `content`."""
+    text = token.get("content") if isinstance(token, Mapping) else token
+    if not isinstance(text, str):
+        raise UsageError(
+            f"tokenizer_config.json has the {name} {printable(token)}, expected a text or an object with its content; download it "
+            "again"
+        )
+    return text

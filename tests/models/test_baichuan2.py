@@ -15,6 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from calib.cli import main
 from calib.convert.sentencepiece_tokenizer import sentencepiece_tokenizer
 
+INDEX = "model.safetensors.index.json"
+
 
 @pytest.fixture(scope="module")
 def converted(tmp_path_factory):
@@ -131,6 +133,18 @@ def changed_tensors(change):
     return apply
 
 
+def in_8_bits(found):
+    return {name: tensor.char() for name, tensor in found.items()}
+
+
+def told(**changes):
+    def apply(folder: Path) -> None:
+        settings = json.loads((folder / "tokenizer_config.json").read_text())
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings | changes))
+
+    return apply
+
+
 def elsewhere(folder: Path) -> None:
     index = {"weight_map": {"lm_head.weight": "../own/model-00001-of-00002.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -157,6 +171,21 @@ def elsewhere(folder: Path) -> None:
         ({}, changed_tensors(lambda found: dict(list(found.items())[1:])), 2, "and 0 more tensors"),
         ({"intermediate_size": 97}, None, 2, "expected [256, 97]"),
         ({"num_hidden_layers": "two"}, None, 2, "num_hidden_layers is two; download it again"),
+        ({"num_hidden_layers": 10**7}, None, 2, "num_hidden_layers = 10000000 in its config.json: must be"),
+        ({"num_attention_heads": 3}, None, 2, "config.json' is not the configuration of a model"),
+        ({"rms_norm_eps": "x"}, None, 2, "'rms_norm_eps' expected float"),
+        ({"hidden_act": "foo"}, None, 2, "config.json' is not the configuration of a model"),
+        ({"torch_dtype": "foo"}, None, 2, "config.json' is not the configuration of a model"),
+        ({"pad_token_id": 10**9}, None, 2, "config.json' is not the configuration of a model"),
+        ({}, rewritten("config.json", b"[" * 100000), 2, "config.json' is not valid JSON"),
+        ({}, rewritten(INDEX, b'{"weight_map": {"a": 3}}'), 2, "does not name files of weights"),
+        ({}, rewritten(INDEX, b'{"weight_map": {"a": ["b"]}}'), 2, "does not name files of weights"),
+        ({}, changed_tensors(lambda found: {**found, "lm_head.weight": torch.ones(3)}), 2, "the tensor lm_head.weight [3]"),
+        ({}, changed_tensors(lambda found: {**found, "a.W_pack.weight": torch.ones(())}), 2, "the tensor a.W_pack.weight []"),
+        ({}, changed_tensors(in_8_bits), 2, "as torch.int8, expected plain weights"),
+        ({}, told(bos_token=3), 2, "has the bos_token 3, expected a text"),
+        ({}, told(bos_token={"other": 1}), 2, "has the bos_token {'other': 1}, expected a text"),
+        ({}, told(bos_token="<nope>", add_bos_token=True), 2, "has the bos_token '<nope>', which"),
     ],
 )  # fmt: skip
 def test_what_is_refused_is_refused_in_one_line_and_leaves_nothing(tmp_path, capsys, changes, damage, status, line):
