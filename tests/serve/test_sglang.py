@@ -7,6 +7,7 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, HiCacheStorageE
 from sglang_engine import BITS, HEADS, KEYS, LAYERS, PAGE, D, config, pool_of, slots, storage, texts, told
 
 from calib.runtime import Codec
+from calib.runtime.storage import Header
 from calib.serve.sglang.backend import Storage
 from calib.serve.sglang.pages import LAYOUTS
 
@@ -33,6 +34,24 @@ def test_pages_come_back_as_the_codec_has_them_and_nothing_else_is_touched(artif
         assert bool((found[:, :, page * PAGE : (page + 1) * PAGE] == 7).all())
     size = codec.size(PAGE, 2 * PAGE, torch.float16)
     assert [file.stat().st_size for file in tmp_path.rglob("*.klt")] == [size] * 3 and size < chunks[0].nbytes / 4
+
+
+def test_a_long_text_is_stored_in_batches_that_are_all_told_to_begin_it(artifact, path, tmp_path):
+    """SGLang's controller adds a batch's pages to `prefix_keys` only if there are some already."""
+    pool = pool_of()
+    own = storage(path, tmp_path, pool)
+
+    def store(first, count, name):
+        """Stores pages of a text from page `first` on, as SGLang would; returns the positions of the files."""
+        keys = [f"{name}{first + at}" for at in range(count)]
+        for page, chunk in enumerate(texts(artifact, first * PAGE, count)):
+            pool.put(page * PAGE, chunk)
+        assert own.batch_set_v1(keys, slots(*range(count)), told(0)) == [True] * count
+        return [Header.read(own._folder.read(key)).start // PAGE for key in keys]
+
+    for name in "ab":  # a text in three batches, the last of which is shorter; then another one
+        assert [store(0, 2, name), store(2, 2, name), store(4, 1, name)] == [[0, 1], [2, 3], [4]]
+    assert [store(0, 2, "c"), store(0, 2, "d"), store(2, 2, "d"), store(0, 1, "e")] == [[0, 1], [0, 1], [2, 3], [0]]
 
 
 def test_ranks_of_tensor_parallelism_have_files_and_heads_of_their_own(artifact, path, tmp_path):

@@ -52,6 +52,8 @@ class Storage(HiCacheStorage):
         self._refusals = Refusals(logger, "calib refuses a page")
         self._identity = f"{self._model.identity} {config.model_name!r} {self._rank} {self._world}"
         self._pages: Pages | None = None
+        self._longest = 0  # pages of the longest batch so far
+        self._behind = 0  # end of the previous batch, if it began at 0 and may go on; else 0
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         """Registers the host memory that pages are read from and written to, and makes the folder.
@@ -89,10 +91,15 @@ class Storage(HiCacheStorage):
 
         A page whose keys fit no position, or have NaN, is not stored.
         """
-        pages, before = self._registered(), self._before(extra_info)
+        pages, slots = self._registered(), self._slots(host_indices, self._registered())
+        try:
+            before = self._before(pages, slots, extra_info)
+        except ValueError as error:
+            self._refusals.tell(error)
+            return [self._folder.has(key) for key in keys]
         return [
             self._stored(key, pages.read(slot), None if before is None else before + at * pages.page)
-            for at, (key, slot) in enumerate(zip(keys, self._slots(host_indices, pages), strict=True))
+            for at, (key, slot) in enumerate(zip(keys, slots, strict=True))
         ]
 
     def batch_get_v1(
@@ -140,10 +147,22 @@ class Storage(HiCacheStorage):
             raise ValueError("no host pool is registered, expected SGLang's; call register_mem_pool_host first")
         return self._pages
 
-    def _before(self, extra_info: HiCacheStorageExtraInfo | None) -> int | None:
-        """Returns the number of tokens before the first page of a batch; None if SGLang does not report them."""
+    def _before(self, pages: Pages, slots: list[int], extra_info: HiCacheStorageExtraInfo | None) -> int | None:
+        """Returns the number of tokens before the first page of a batch to store; None if SGLang does not report them.
+
+        SGLang stores a long text in batches of equally many pages, and reports for none of them that earlier pages exist if there
+        are none before the first. So if a batch at 0 is as long as any, the next one is either the rest of its text or another
+        text, which the keys of its first page tell. Raises ValueError if they do not.
+        """
         prefix = None if extra_info is None else extra_info.prefix_keys
-        return None if prefix is None else len(prefix) * self._registered().page
+        behind, self._behind = self._behind, 0
+        self._longest = max(self._longest, len(slots))
+        if prefix is None or prefix or not slots:
+            return None if prefix is None else len(prefix) * pages.page
+        start = self._codec.start_of(pages.read(slots[0]), [0, behind]) if behind else 0
+        if len(slots) == self._longest:
+            self._behind = start + len(slots) * pages.page
+        return start
 
     @staticmethod
     def _slots(host_indices: Tensor, pages: Pages) -> list[int]:
