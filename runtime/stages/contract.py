@@ -270,6 +270,12 @@ class Transform(Protocol):
         return None
 
     @property
+    def growth(self) -> float:
+        """The largest factor by which the largest magnitude of a token can increase in `forward`, where channels are mixed; 1 where
+        they are not."""
+        return 1.0
+
+    @property
     def measured(self) -> "Measured | None":
         """The `Measured` recipe itself if parameters are measured on each row's first chunk; None if they hold for all rows."""
         return None

@@ -56,10 +56,10 @@ class TieredStore(ABC):
         # By role, until the first tokens have decided between 16- and 32-bit parameters.
         self.extremes: dict[str, Extremes] = {}
         for role, like in (("keys", keys), ("values", values)):
-            codecs = [dict(tier.streams())[role].codec for tier in plan.tiers]
+            sides = [dict(tier.streams())[role] for tier in plan.tiers]
             measured = self.transforms.measured_keys(role)
             asks = bool(measured) and like.dtype != torch.float16
-            asks |= any(may_need_fp32(codec, like.dtype) for codec in codecs)
+            asks |= any(may_need_fp32(side.codec, like.dtype, side.transform.growth) for side in sides)
             if asks and like.shape[2]:
                 by_channel = any(not isinstance(key, int) for key in measured)
                 self.extremes[role] = Extremes(like, by_channel)

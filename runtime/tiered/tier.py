@@ -17,6 +17,7 @@ from calib.runtime.stages.codec.encoded import encoded, encodes_as_they_lie
 from calib.runtime.stages.codec.exact import Exact
 from calib.runtime.stages.codec.sized import Sized
 from calib.runtime.stages.contract import Codec
+from calib.runtime.stages.parameter_width import grown
 from calib.runtime.stages.transform import Identity, coded_width
 from calib.runtime.tiered.row_dictionary import RowDictionary
 from calib.runtime.tiered.row_transform import RowTransform
@@ -70,7 +71,7 @@ class Tier:
         """Decides the width of parameters from the extremes of the first tokens, where given; called before anything is written."""
         for role, stages in self.plan.streams():
             if role in extremes and stages.codec.asks_extremes:
-                self.fp32_params[role] = stages.codec.fp32_params(extremes[role])
+                self.fp32_params[role] = stages.codec.fp32_params(grown(extremes[role], stages.transform.growth))
         if any(self.fp32_params.values()):
             self._lay_out()
 

@@ -228,6 +228,19 @@ def test_numbers_beyond_16_bits_are_kept_in_32(dtype: torch.dtype):
     assert torch.allclose(codec.decode(block, 16), x.float(), rtol=0.01)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_tokens_that_only_their_rotation_takes_beyond_16_bits(dtype: torch.dtype):
+    """Of 32 equal values Hadamard's matrix makes one that is larger by the root of 32."""
+    model = random_model("llama", dtype, num_hidden_layers=1)
+    tokens = Tokens.random(model, 16, seed=0)
+    tokens.keys, tokens.values = (torch.full_like(part, 2e4) for part in (tokens.keys, tokens.values))
+    with compress(model, "kvarn", bits=8, tile=8, sinks=0, iterations=0) as cache:
+        feed(cache, [tokens])
+        found = oracle.held_tokens(cache.compressed[0], 0)
+    for held, given in zip(found[:2], (tokens.keys, tokens.values), strict=True):
+        assert torch.allclose(held, given[0].double(), rtol=0.01)
+
+
 def test_a_tile_of_zeros_comes_back_as_zeros():
     for codec in (DualScale(2, "channels", 8), DualScale(2, "tokens", 8)):
         x = torch.zeros(1, 1, 16, 16)

@@ -225,6 +225,22 @@ def test_outliers_are_each_tokens_own():
         compress(model, "oscar", artifact=artifact, corrections={"rank": 4})
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_tokens_that_only_their_rotation_takes_beyond_16_bits(dtype: torch.dtype):
+    """Each is one row of its head's rotation, which becomes a single coordinate."""
+    model = random_model("llama", dtype, num_hidden_layers=1)
+    artifact = calibrated_artifact(model)
+    tokens = Tokens.random(model, 12, seed=0)
+    rows = {role: -1e5 * artifact.tensor(f"{role}.rotation")[:, :, :12] for role in ("keys", "values")}
+    tokens.keys, tokens.values = (part.clamp(-65504, 65504).to(dtype) for part in rows.values())
+    options = {"bits": 8, "sinks": 0, "window": 0, "key_clip": 1.0, "value_clip": 1.0}
+    with compress(model, "oscar", artifact=artifact, **options) as cache:
+        feed(cache, [tokens])
+        found = oracle.held_tokens(cache.compressed[0], 0)
+    for held, given in zip(found[:2], (tokens.keys, tokens.values), strict=True):
+        assert float((held - given[0].double()).abs().max()) < 1e5 / 255
+
+
 def test_a_token_has_the_same_codes_alone_and_in_a_batch():
     model = random_model("llama")
     plan = build("oscar", {"window": 0, "sinks": 0}).plan(1, Geometry.of(model.config), calibrated_artifact(model))

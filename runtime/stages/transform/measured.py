@@ -57,6 +57,11 @@ class Measured(Protocol):
         return None
 
     @property
+    def growth(self) -> float:
+        """1: a measured transform mixes no channels."""
+        return 1.0
+
+    @property
     def needs_queries(self) -> bool:
         """Whether `measure` uses the queries."""
         return False

@@ -7,6 +7,7 @@ After a random rotation one table suits all coordinates (TurboQuant, arXiv:2504.
 outlier (KVarN, arXiv:2606.03458); a calibrated one moves errors to where attention weighs least (OSCAR, arXiv:2605.17757).
 """
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -71,6 +72,11 @@ class Orthogonal(Transform):
     def tensors(self) -> list[Tensor]:
         """R."""
         return [self.matrix.tensor]
+
+    @property
+    def growth(self) -> float:
+        """sqrt(D): a token of D equal values may become a single one, its length."""
+        return math.sqrt(self.matrix.tensor.shape[-1])
 
 
 @lru_cache(maxsize=16)
