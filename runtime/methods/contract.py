@@ -95,10 +95,12 @@ def check_share(name: str, share: Any) -> None:
         raise ValueError(f"{name} must be a number in (0, 1], got {printable(share)}")
 
 
-def check_amount(name: str, amount: Any) -> None:
-    """Raises ValueError unless `amount` is a number of tokens (int from 0) or a share (float in [0, 1])."""
-    if type(amount) is not float or not 0 <= amount <= 1:
-        check_whole(name, amount, 0, "tokens (a whole number from 0) or a share (0.0 ... 1.0)")
+def check_amount(name: str, amount: Any, least: int = 0, remedy: str = "") -> None:
+    """Raises ValueError unless `amount` is a number of tokens (int from `least`) or a share (float in [0, 1], without 0 where
+    `least` is not 0). `remedy` follows the value in the message."""
+    if type(amount) is not float or not 0 <= amount <= 1 or (least and not amount):
+        share = "above 0, to 1.0" if least else "0.0 ... 1.0"
+        check_whole(name, amount, least, f"tokens (a whole number from {least}) or a share ({share})", remedy)
 
 
 def check_clip(clip: Any, name: str = "clip") -> None:

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from calib.runtime.artifact.artifact import Artifact
-from calib.runtime.messages.printable import printable
 from calib.runtime.messages.whole_numbers import check_whole
 from calib.runtime.methods.contract import Geometry, Method, check_amount
 from calib.runtime.stages.codec import Exact
@@ -53,11 +52,7 @@ class SnapKV(Method):
             raise ValueError(
                 f"pool must be an odd number of positions, at least 1, got {self.pool}; use {self.pool + 1} or {self.pool - 1}"
             )
-        check_amount("budget", self.budget)
-        if self.budget == 0:
-            raise ValueError(
-                f"budget must be at least one token, got {printable(self.budget)}; 0.2 of the prompt is usual"
-            )
+        check_amount("budget", self.budget, 1, "; 0.2 of the prompt is usual")
         if type(self.budget) is int and self.budget < self.window:
             raise ValueError(
                 f"budget must be at least the window of {self.window} tokens, got {self.budget}; use more, or a smaller window"

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from calib.runtime.artifact.artifact import Artifact
-from calib.runtime.messages.printable import printable
 from calib.runtime.methods.contract import Geometry, Method, check_amount
 from calib.runtime.methods.grid import Grid
 from calib.runtime.stages.codec import Exact
@@ -37,11 +36,7 @@ class Tova(Method):
     budget: float | int = 0.2
 
     def __post_init__(self) -> None:
-        check_amount("budget", self.budget)
-        if self.budget == 0:
-            raise ValueError(
-                f"budget must be at least one token, got {printable(self.budget)}; 0.2 of the prompt is usual"
-            )
+        check_amount("budget", self.budget, 1, "; 0.2 of the prompt is usual")
 
     def plan(self, layer: int, geometry: Geometry, artifact: Artifact | None) -> TieredPlan:
         """One exact tier, with one set of tokens for all heads; all other tokens are evicted."""

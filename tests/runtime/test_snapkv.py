@@ -218,7 +218,10 @@ def test_pooling_is_refused_where_tokens_lie_in_any_order(tiering):
 WRONG = [
     *(({"window": wrong}, ["window", "at least 1", repr(wrong), "32"]) for wrong in (0, -1, 1.5, "8", True, None)),
     *(({"pool": wrong}, ["pool", "odd number", "at least 1", repr(wrong)]) for wrong in (0, -1, 2, 8, 2.5, "7", True)),
-    *(({"budget": wrong}, ["budget", repr(wrong)]) for wrong in (0, 0.0, -1, 1.5, "10", True, None)),
+    *(
+        ({"budget": wrong}, ["whole number from 1", "above 0, to 1.0", repr(wrong), "0.2 of the prompt"])
+        for wrong in (0, 0.0, -1, 1.5, "10", True, None)
+    ),
     ({"budget": 31}, ["budget must be at least the window of 32 tokens", "31", "smaller window"]),
     ({"budget": 8, "window": 9}, ["window of 9 tokens", "8"]),
     ({"window": 2**31}, ["window", "at most"]),

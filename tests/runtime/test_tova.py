@@ -56,5 +56,7 @@ def test_it_does_what_the_papers_rule_says(scenario: Scenario, monkeypatch):
 
 @pytest.mark.parametrize("budget", [0, 0.0, -1, 1.5, "10", True, None])
 def test_a_budget_is_tokens_or_a_share(budget):
-    with pytest.raises(ValueError, match="budget must be"):
+    with pytest.raises(ValueError, match=r"^budget must be") as error:
         build("tova", {"budget": budget})
+    range_and_value = f"tokens (a whole number from 1) or a share (above 0, to 1.0), got {budget!r}; 0.2 of the prompt"
+    assert range_and_value in str(error.value)
