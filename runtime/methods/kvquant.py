@@ -101,6 +101,8 @@ class KVQuant(Method):
         """The index of `outliers` among the artifact's fitted shares; ValueError if it is none of them."""
         shares = artifact.tensor(NUQ_SHARES, self.name).tolist()
         chosen = [number for number, share in enumerate(shares) if abs(share - self.outliers) < 1e-6]
+        # The levels for share 0 are for no outliers; with any other share at least one entry at each end is kept.
+        chosen = [number for number in chosen if (shares[number] > 0) == (self.outliers > 0)]
         if not chosen:
             known = ", ".join(f"{share:g}" for share in shares)
             raise ValueError(

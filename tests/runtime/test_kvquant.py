@@ -153,10 +153,11 @@ def test_an_artifact_without_levels_is_refused_with_the_option_to_fit_with():
     geometry, artifact = Geometry.of(model.config), calibrated_artifact(model)
     with pytest.raises(ValueError, match=r"needs fitted levels: pass artifact=.* `calib fit --model.nuq \[0.01\]`"):
         build("kvquant", {}).plan(0, geometry, None)
-    with pytest.raises(
-        ValueError, match=r"outliers=0.02: the artifact has levels for 0, 0.01; use one of these, or fit with"
-    ):
-        build("kvquant", {"outliers": 0.02}).plan(0, geometry, artifact)
+    for share in (0.02, 1e-7):
+        with pytest.raises(
+            ValueError, match=rf"outliers={share:g}: the artifact has levels for 0, 0.01; use one of these, or fit with"
+        ):
+            build("kvquant", {"outliers": share}).plan(0, geometry, artifact)
     del artifact.tensors["nuq.shares"]
     with pytest.raises(
         ValueError, match=r"'nuq.shares', which is not in this artifact; .*`calib fit --model.nuq \[0.01\]`"
