@@ -182,6 +182,11 @@ class _Bound:
             )
         if codec.exact or not (rank or own.outliers or own.residual_bits):
             return codec
+        if rank and segments == "none" and transform.measured is None and transform.prologue() is None:
+            raise ValueError(
+                f"rank of {role} must be 0, got {printable(rank)}: this method encodes tokens one by one and in another basis; "
+                "use rank=0, or a method that encodes segments (gear, zipcache)"
+            )
         outliers = self._outliers(role, own.outliers, transform, segments) if own.outliers else None
         residual = None
         if own.residual_bits:
