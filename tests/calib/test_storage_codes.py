@@ -67,15 +67,22 @@ def eye(_: int = 0) -> torch.Tensor:
 
 
 def test_what_is_sampled_and_what_an_artifact_takes():
-    """Tokens of all heads, without each sequence's first ones and padding; a layer without samples still gives valid tensors."""
+    """Tokens of all heads with keys before RoPE, without padding and the first ones; without samples tensors are valid, too."""
     one = sample(tokens=24, padding=(0, 7))
     one.keys[1, :, :7] = one.values[1, :, :7] = 1e9
     statistic = StorageCodes(SHAPE, 0, torch.float32, TURN, eye)
     statistic.observe(one)
     rows = statistic.layers[0].sample()
-    assert len(rows) == 24 - 4 + 24 - 7 - 4 and float(rows.abs().max()) < 1e6
-    keys = {round(float(row.norm()), 3) for row in rows[:, : SHAPE.kv_heads * SHAPE.head_dim]}
-    assert round(float(one.keys[0, :, 10].norm()), 3) in keys and round(float(one.keys[0, :, 2].norm()), 3) not in keys
+    half = len(TURN.frequencies)
+    angles = one.positions[:, None, :, None] * TURN.frequencies
+    first, second, rest = one.keys.double().split([half, half, SHAPE.head_dim - 2 * half], -1)
+    before = torch.complex(first, second) * torch.polar(torch.ones_like(angles), -angles)
+    before = torch.cat([before.real, before.imag, rest], -1)
+    kept = one.mask & (one.positions >= 4)
+    expected = torch.cat([x.transpose(1, 2)[kept].flatten(1) for x in (before, one.values.double())], -1)
+    assert len(rows) == 24 - 4 + 24 - 7 - 4
+    found, expected = (x[x[:, -1].argsort()].double() for x in (rows, expected))  # a sample has an order of its own
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     tensors = statistic.tensors()
     check_registered(tensors, SHAPE.layers, SHAPE.kv_heads, SHAPE.head_dim, ())
     width = SHAPE.kv_heads * SHAPE.head_dim
