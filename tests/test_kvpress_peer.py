@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from toy_evaluation import answered
 from toy_language_model import toy_model
 from toy_presses import columns, kept, press, written
 from transformers import DynamicCache
@@ -29,6 +30,9 @@ def value_count(model, tokens):
 def test_what_nothing_is_removed_from_is_scored_as_by_the_project(model, kind, name):
     """Against `column.measure` with a DynamicCache. `OtherPress` (ratio 0, removes nothing) runs row by row."""
     column = columns(model)[kind]
+    if kind == 0:  # answers to first questions are right except in one row of a batch, to second questions wrong
+        batches = [answered(model, batch, 4, {(1, 2)}) for batch in column.batches()]
+        column.batches = lambda: batches
     entry = scoring.measure(
         model, press(name, None if name == "none" else 0.0), json.loads(json.dumps(written(column)))
     )
@@ -40,6 +44,10 @@ def test_what_nothing_is_removed_from_is_scored_as_by_the_project(model, kind, n
         expected = column.measure(DynamicCache(config=model.config), batch)
         if kind == 0:
             assert torch.equal(found[0], expected[0])
+            assert found[0].view(-1, 2).T.tolist() == [
+                [row != 1 for row in range(len(batch.mask))],
+                [False] * len(batch.mask),
+            ]
             found, expected = found[1], expected[1]
         torch.testing.assert_close(found, expected, rtol=SAME, atol=SAME)
         brought = int(batch.mask.sum()) + batch.answers[:, 1:].numel() if kind == 0 else batch[:, 1:].numel()

@@ -4,7 +4,7 @@ import pytest
 import torch
 from one_line import message
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from toy_evaluation import figures, subject
+from toy_evaluation import answered, figures, subject
 from toy_language_model import toy_model, toy_tokenizer
 from transformers import PreTrainedTokenizerFast
 
@@ -90,13 +90,12 @@ def test_every_query_is_exact_or_not_by_its_own_tokens(model):
     with compress(model, "full") as cache:
         exact, likely = three.measure(cache, made)
     assert exact.view(4, 3).tolist() == scores and len(likely) == 48
-    # An answer of one token that is the model's own prediction is exact.
-    answers, asked = made.answers.clone(), torch.zeros_like(made.asked)
-    asked[:, 0], asked[:, 5] = 1, 2
-    answers[:, 0] = torch.stack([part[-len(made.asked[0]) - 1].argmax() for part in logits])
+    # The model's own predictions, but for one token of each row; the first row's is not asked.
+    short = made._replace(answers=made.answers[:, :6], asked=torch.tensor([[1, 1, 0, 2, 2, 3]] * 4))
     with compress(model, "full") as cache:
-        exact, likely = three.measure(cache, made._replace(answers=answers, asked=asked))
-    assert exact.view(4, 2)[:, 0].all() and len(likely) == 8
+        exact, likely = three.measure(cache, answered(model, short, 6, {(0, 2), (1, 4), (2, 0), (3, 5)}))
+    assert exact.view(4, 3).tolist() == [[True] * 3, [True, False, True], [False, True, True], [True, True, False]]
+    assert len(likely) == 20
 
 
 def test_shares_of_all_and_of_each_query(model):
