@@ -5,8 +5,8 @@ import json
 import pytest
 from one_line import message
 from toy_chat import chat_tokenizer
-from toy_evaluation import figures
-from toy_language_model import toy_model, toy_tokenizer
+from toy_evaluation import figures, forwards
+from toy_language_model import letters_alone, toy_model, toy_tokenizer
 
 from calib.errors import UsageError
 from calib.evaluate.generation import before
@@ -19,7 +19,7 @@ EXAMPLES = "Question: One and one?\nOne and one is 2.\nThe answer is 2.\n"
 
 @pytest.fixture(scope="module")
 def model():
-    return toy_model()
+    return letters_alone(toy_model())
 
 
 @pytest.fixture
@@ -72,15 +72,18 @@ def test_a_prompt_is_the_examples_an_empty_line_and_the_question(model, files):
 
 
 def test_generation_ends_at_the_next_question(model, files):
-    """With a stop text that the model generates by itself, the answer ends before that text."""
+    """With a stop text that the model generates by itself, the answer ends before that text, and no token is generated after it."""
     asked, texts = column(model, files, new_tokens=30, limit=1), []
     asked.right = lambda text, answer: bool(texts.append(text))
-    figures(asked, model, "full")
+    with forwards(model) as new:
+        figures(asked, model, "full")
+    assert len(new) == len(texts[0]) == 30  # a token is a letter
     stop = texts[0][5:7]
     stopped = column(model, files, new_tokens=30, limit=1, stop=[stop])
     stopped.right = asked.right
-    figures(stopped, model, "full")
-    assert texts[1] == before(texts[0], [stop]) and len(texts[1]) < len(texts[0])
+    with forwards(model) as new:
+        figures(stopped, model, "full")
+    assert texts[1] == before(texts[0], [stop]) and len(new) == len(texts[1] + stop) <= 7
 
 
 def test_figures_and_settings(model, files):

@@ -7,7 +7,7 @@ import pytest
 from one_line import message
 from tokenizers import Tokenizer, decoders, models
 from toy_chat import chat_tokenizer
-from toy_evaluation import figures
+from toy_evaluation import figures, forwards
 from toy_language_model import letters_alone, toy_model, toy_tokenizer
 from transformers import PreTrainedTokenizerFast
 
@@ -85,11 +85,22 @@ def test_a_gzipped_file_asks_the_same(model, file, tmp_path):
 
 
 def test_a_prompt_and_the_model_s_text_are_a_program(model, file):
-    """The completion is the generated text to the character, and ends before a stop text."""
+    """The completion is the generated text to the character, and ends before a stop text, after which no token is generated."""
     asked, texts = column(model, file, new_tokens=20, limit=1), []
     asked.right = lambda text, problem: bool(texts.append((text, problem)))
     figures(asked, model, "full")
-    ((text, problem),) = texts
+    says = toy_tokenizer().convert_tokens_to_ids(["Ċ", "#"])  # Ċ: a line's end
+
+    def stop_behind_four_letters(head, given, logits):
+        if len(new) in (5, 6):
+            logits[:, -1, says[len(new) - 5]] = 1e4
+
+    hook = model.lm_head.register_forward_hook(stop_behind_four_letters)
+    with forwards(model) as new:
+        figures(asked, model, "full")
+    hook.remove()
+    (text, problem), (start, _) = texts
+    assert start == text[:4] and len(new) == 4 + len("\n#")
     assert len(text) == 20 and text.isalpha()
     (prompt,) = asked.batches()[0].prompts
     assert toy_tokenizer().decode(prompt.context, skip_special_tokens=True) == problem.prompt == SAID[0]["prompt"]

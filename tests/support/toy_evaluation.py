@@ -1,5 +1,6 @@
 """Helpers for tests of the evaluation's tasks: a toy model as their subject, and a column's figures for a method."""
 
+from contextlib import contextmanager
 from itertools import product
 
 import torch
@@ -11,6 +12,17 @@ from calib.runtime import compress
 
 def subject(model, batch_size=4, limit=None, seed=7):
     return Subject(model, toy_tokenizer(), seed, batch_size, limit)
+
+
+@contextmanager
+def forwards(model):
+    """Give a list that gets an entry for every forward of `model`: of a generation, one for each new token."""
+    seen = []
+    hook = model.register_forward_pre_hook(lambda *_: seen.append(None))
+    try:
+        yield seen
+    finally:
+        hook.remove()
 
 
 @torch.no_grad()
