@@ -126,11 +126,13 @@ def test_factors_by_hand():
     heads, layers = [[[1.0, 2.5]], [[0.2, 1.25]]], [[[2.0, 2.0]], [[6 / 9, 6 / 9]]]
     own = torch.tensor([1 / 3, 1 / 2])
     torch.testing.assert_close(factors(torch.cat([losses, half]), predicted), expected(heads, layers, own))
-    # Factors are 1 if nothing was measured, lost or predicted; a ratio far below the mean is clamped to 1 / MOST.
+    # Factors are 1 if nothing was measured, lost or predicted; ratios are clamped to 1 / MOST and MOST.
     assert factors(torch.full_like(losses, torch.nan), predicted).eq(1).all()
     assert factors(torch.zeros_like(losses), predicted).eq(1).all() and factors(losses, 0 * predicted).eq(1).all()
     found = factors(torch.tensor([[[[1e-9], [2.0]]]]), torch.tensor([[[1.0], [1.0]]]))
     torch.testing.assert_close(found, torch.tensor([[[1 / MOST], [2.0]]]).pow(0.75))
+    found = factors(torch.tensor([[[[1.0], [1.0]]]]), torch.tensor([[[1e-9], [1.0]]]))
+    torch.testing.assert_close(found, torch.tensor([[[MOST], [0.5]]]).pow(0.75))
 
 
 @pytest.mark.parametrize("coding", [Coding("before"), Coding("after"), Coding("before", True, True, True)], ids=str)
