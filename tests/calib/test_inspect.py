@@ -59,11 +59,24 @@ def test_many_metrics_are_spread_over_tables_of_80_columns(tmp_path, capsys):
 
 
 @pytest.mark.usefixtures("with_and_without_rich")
-@pytest.mark.parametrize("metrics", [{"layers": "many"}, {"layers": []}, {"layers": [1, 2]}, [1, 2], "text", None])
-def test_metrics_of_another_shape_are_shown_as_they_are(tmp_path, capsys, metrics):
+@pytest.mark.parametrize(
+    ("metrics", "shown"),
+    [
+        ({"layers": "many"}, "layers many"),
+        ({"layers": []}, "layers []"),
+        ({"layers": [1, 2]}, "layers [1, 2]"),
+        ([1, 2], "[1, 2]"),
+        ("text", "text"),
+        (None, None),
+    ],
+    ids=["metrics0", "metrics1", "metrics2", "metrics3", "text", "None"],
+)
+def test_metrics_of_another_shape_are_shown_as_they_are(tmp_path, capsys, metrics, shown):
     toy_artifact(provenance={"metrics": metrics}, tensors={}).save(tmp_path / "a")
     assert main(["inspect", str(tmp_path / "a")]) == 0
-    assert "0 tensors" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    lines = [line.split(maxsplit=1) for line in out.splitlines() if line.startswith("metrics ")]
+    assert [text.strip() for _, text in lines] == [shown] * (shown is not None) and "0 tensors" in out
 
 
 @pytest.mark.usefixtures("with_and_without_rich")
