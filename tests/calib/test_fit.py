@@ -144,7 +144,11 @@ def test_the_same_seed_gives_the_same_bytes_and_prints_a_table(toy, fitted, tmp_
 @pytest.mark.full
 def test_another_seed_gives_other_bytes(toy, fitted, tmp_path):
     assert main(words(toy, "--seed_everything=1", "--trainer.logger=false")) == 0
-    assert (tmp_path / "out/toy.calib.safetensors").read_bytes() != fitted.read_bytes()
+    own, other = (Artifact.load(path).tensors for path in (fitted, tmp_path / "out/toy.calib.safetensors"))
+    assert own.keys() == other.keys()
+    equal = {name for name, x in own.items() if torch.equal(x, other[name])}
+    # Clip factors are chosen from three, and may be the same.
+    assert {name for name in equal if ".clip." not in name} == {"outliers.shares"}
 
 
 @pytest.mark.full
