@@ -1,6 +1,7 @@
 """The shared command line: merging, overrides, packaged configs, and one line for every mistake."""
 
 import pytest
+import yaml
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning_utilities.core.imports import RequirementCache
 
@@ -54,12 +55,15 @@ def test_configs_merge_from_left_to_right_and_overrides_win(tmp_path):
 
 
 def test_print_config_and_help_leave_with_status_0(capsys):
-    for words in (["--print_config"], ["--help"]):
+    shown = []
+    for words in (["--model.bits", "3", "--print_config"], ["--help"]):
         with pytest.raises(SystemExit) as caught:
-            parse(*words, "--model.bits", "3") if "config" in words[0] else parse(*words)
+            parse(*words)
         assert caught.value.code == 0
-    assert "bits: 3" not in (help_text := capsys.readouterr().out.split("usage:")[1])
-    assert "calib fit" in help_text
+        shown.append(capsys.readouterr().out)
+    config, usage = yaml.safe_load(shown[0]), shown[1]
+    assert (config["model"]["bits"], config["data"]["length"]) == (3, 512)
+    assert usage.startswith("usage: ") and "calib fit" in usage and "--model.bits" in usage
 
 
 @pytest.mark.parametrize(
