@@ -3,10 +3,11 @@
 import re
 from importlib import resources
 from pathlib import Path
+from string import punctuation
 
 import pytest
 import yaml
-from toy_language_model import save_toy
+from toy_language_model import save_toy, toy_tokenizer
 
 from calib import cli
 from calib.commands.generate import agreement
@@ -37,10 +38,11 @@ def test_the_full_method_agrees_with_the_full_cache(model, capsys):
     assert "all 5 tokens agree" in capsys.readouterr().out
 
 
-def test_special_probes_are_those_of_the_models_tokenizer(model, capsys):
+def test_special_probes_are_those_of_the_models_tokenizer(model, capsys, probed_ids):
     words = ["--method", "zipcache", "--probes", "special", "--recompress", "20"]
     assert cli.main(["generate", "--model", model, *PROMPT, *words]) == 0
     assert "zipcache probes=special recompress=20: " in capsys.readouterr().out
+    assert probed_ids == {(0, 1, 2, *sorted(toy_tokenizer().convert_tokens_to_ids(list(punctuation))))}
 
 
 def test_agreement_is_told_in_words():

@@ -1,6 +1,7 @@
 """CompressedLM: with the full cache lm-eval's own answers, with others those of a hand-fed cache; every forward uses the cache."""
 
 from itertools import pairwise
+from string import punctuation
 
 import pytest
 import torch
@@ -129,9 +130,11 @@ def test_a_two_bit_cache_is_what_the_log_likelihoods_come_from(model, tokenizer)
     assert generated(lm, [LONG[:200]]) != generated(CompressedLM(model, tokenizer, "full"), [LONG[:200]])
 
 
-def test_special_probes_are_those_of_the_tokenizer(model, tokenizer):
+def test_special_probes_are_those_of_the_tokenizer(model, tokenizer, probed_ids):
     lm = CompressedLM(model, tokenizer, "zipcache", probes="special", recompress=20)
-    assert rolling(lm, [LONG[:80]])
+    assert rolling(lm, [LONG[:80]]) and not probed_ids  # its prompt is one token
+    assert scores(lm, [(LONG[:80], " kalo")])
+    assert probed_ids == {(0, 1, 2, *sorted(tokenizer.convert_tokens_to_ids(list(punctuation))))}
 
 
 def test_no_forward_goes_without_the_compressed_cache(model, tokenizer):
