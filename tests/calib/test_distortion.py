@@ -90,7 +90,7 @@ def test_a_cell():
     seen = []
     result = cell.measure(Given(model(), 7, None, {}), seen.append)
     assert sum(seen) == cell.tokens == SEQUENCES * LENGTH
-    assert result["figures"] == figures("kivi-2-short") | {}
+    assert result["figures"] == figures("kivi-2-short")
     assert json.loads(json.dumps(result, allow_nan=False)) == result
     settings = {"task": "distortion", "text": "sampled from the model", "length": LENGTH, "sequences": SEQUENCES}
     assert column().settings == settings

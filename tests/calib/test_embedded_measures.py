@@ -17,6 +17,7 @@ from benchmarks.embedded_model.trigram import KneserNey
 from benchmarks.key_profile import page as key_page
 from benchmarks.key_profile.profile import attention_shares, profile, spread
 from benchmarks.key_profile.words import sink_words
+from calib.errors import UsageError
 from calib.evaluate.proportion import Proportion
 
 # --- trigram
@@ -174,7 +175,7 @@ def test_the_page_is_written_by_one_command(tmp_path, monkeypatch):
 
 
 def test_a_model_without_a_record_has_no_card(tmp_path):
-    with pytest.raises(Exception, match="no training record"):
+    with pytest.raises(UsageError, match="no training record"):
         model_card.write_card(tmp_path, "", None)
 
 

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from calib import cli, lightning_cli
 from calib.capture import language_model
+from calib.errors import UsageError
 from calib.plan.artifact_size import file_bytes
 from calib.plan.cache_sizes import cache_size
 from calib.plan.meta_model import read_meta_model
@@ -184,7 +185,9 @@ def test_a_file_for_the_plan_is_refused_without_one(toy, tmp_path, monkeypatch, 
 
 def test_a_hub_that_cannot_be_reached_is_told_in_one_line(monkeypatch):
     monkeypatch.setattr(language_model, "hub_answers", lambda: False)
-    with pytest.raises(Exception, match=r"no folder 'owner/none' here.*without network give model.path=FOLDER") as told:
+    with pytest.raises(
+        UsageError, match=r"no folder 'owner/none' here.*without network give model.path=FOLDER"
+    ) as told:
         read_meta_model("owner/none", "float16")
     assert "\n" not in str(told.value)
 
