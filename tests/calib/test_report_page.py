@@ -79,6 +79,8 @@ def test_names_stand_beside_their_points_and_never_in_each_others_way():
     placed = [box for box in boxes if box is not None]
     assert 5 < len(placed) < 60
     assert all(box.inside(frame) for box in placed)
+    for box, (x, y) in zip(boxes, points, strict=True):  # a point and its name are half a letter apart
+        assert box is None or max(box.left - x, x - box.right, box.top - y, y - box.bottom) == pytest.approx(6)
     assert not any(one.meets(other) for one, other in itertools.combinations(placed, 2))
     assert not any(box.left < x < box.right and box.top < y < box.bottom for box in placed for x, y in points)
 
