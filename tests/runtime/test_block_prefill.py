@@ -103,12 +103,21 @@ def test_drafts_of_many_chunks_attend_as_they_will_be_stored(model, rejected):
 
 
 def test_prompt_lookup_says_what_greedy_decoding_says(model):
-    inputs = {"input_ids": ids_of(1, 30).repeat(1, 5)}
-    found = []
-    for way in ({}, {"prompt_lookup_num_tokens": 4}):
-        with compress(model, "infllm", **OPTIONS, prefill="blocks", chunk=CHUNK) as cache:
-            found.append(generate(model, inputs, cache, max_new_tokens=1, **way).sequences)
-    assert torch.equal(*found)
+    """With every block fetched for every chunk, at its own positions. Else a draft's query helps to choose the blocks of its chunk,
+    so that tokens before it may differ."""
+    inputs, found = {"input_ids": ids_of(1, 30, seed=1).repeat(1, 5)}, []
+    for way, first in (({}, 150), ({"prompt_lookup_num_tokens": 4}, 154)):
+        fed: list[int] = []
+        hook = model.register_forward_pre_hook(
+            lambda _, __, named, fed=fed: fed.append(named["input_ids"].shape[1]), with_kwargs=True
+        )
+        with compress(model, "infllm", **BLOCKS | {"fetched": 20, "positions": "original"}) as cache:
+            found.append(generate(model, inputs, cache, max_new_tokens=3, **way))
+        hook.remove()
+        assert fed[0] == first  # the prompt, and its drafts
+    assert torch.equal(found[0].sequences, found[1].sequences)
+    for plain, drafted in zip(found[0].logits, found[1].logits, strict=True):
+        torch.testing.assert_close(drafted, plain, rtol=0, atol=LOGITS)
 
 
 def test_gradients_of_a_prompt_of_many_chunks_are_refused_in_a_line(model):
