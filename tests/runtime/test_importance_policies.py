@@ -20,6 +20,7 @@ from toy_models import left_padded, random_model
 from calib.kernels.probe_saliency import operation
 from calib.runtime import compress
 from calib.runtime.logits import Logits
+from calib.runtime.messages.artifact_error import ArtifactError
 from calib.runtime.methods import build
 from calib.runtime.methods.contract import Geometry
 from calib.runtime.stages.codec import Exact
@@ -252,5 +253,6 @@ def test_keys_by_channel_lie_in_the_artifacts_ranges():
         exact = build("mikv", options).plan(layer, Geometry.of(model.config), artifact).tiers[0]
         assert type(exact.keys.transform) is Identity and type(exact.keys.codec) is Exact
     without = replace(artifact, tensors={n: t for n, t in artifact.tensors.items() if n != "keys.low"})
-    with pytest.raises(Exception, match=r"keys\.low"):
+    with pytest.raises(ArtifactError, match=r"^method 'mikv' needs tensor 'keys\.low', which is not") as error:
         compress(model, "mikv", without, **options)
+    message(error)
