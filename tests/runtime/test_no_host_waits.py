@@ -6,6 +6,7 @@ code path as with a GPU. Whatever would wait for the device is noticed as in tes
 
 import pytest
 import torch
+from attention_kernel import which
 from cases import BY_NAME, CASES, Case
 from host_waits import HostWaits
 from launches import Launch, watch
@@ -52,6 +53,7 @@ class Steps:
                 found.clear(), calls.clear()
                 mask = torch.nn.functional.pad(mask, (0, 1), value=1)
                 model(token, attention_mask=mask, position_ids=mask.sum(-1, keepdim=True) - 1, past_key_values=cache)
+                assert len(calls) == 2 * len(cache.compressed)  # `update` and `attend` of each layer
                 self.launches.append(list(found))
                 self.waits.append(set().union(*(call.names for call in calls)))
                 tables = [(t.capacity, t.page_tokens, list(map(len, t.rows))) for t in cache.sequences.all_tables]
@@ -81,6 +83,7 @@ def test_no_step_waits(case, monkeypatch):
     """Rows begin a block, complete one, fill a budget and evict from it in different steps; new pages are begun."""
     steps = Steps(monkeypatch, case, [60, 31, 9], 70)
     assert not set().union(*steps.waits)
+    assert any(map(of_attention, steps.launches)) or which(case) is None
     for launch in (launch for step in steps.launches for launch in step):
         assert all(type(size) is int and size > 0 for size in launch.grid), launch
         numbers = {type(part) for part in launch.numbers.values()}
@@ -90,7 +93,7 @@ def test_no_step_waits(case, monkeypatch):
 @pytest.mark.parametrize("case", cases())
 def test_steps_without_a_new_page_launch_the_same(case, monkeypatch):
     """Grids, numbers and shapes of attention's launches stay as they are."""
-    check_alike(Steps(monkeypatch, case, [102, 70], 20))
+    check_alike(case, Steps(monkeypatch, case, [102, 70], 20))
 
 
 @pytest.mark.parametrize("name", ["kivi-2-short", "zipcache-short"])
@@ -98,13 +101,14 @@ def test_also_under_a_sliding_window(name, monkeypatch):
     """The first page that is read moves on, while the number of pages read stays."""
     steps = Steps(monkeypatch, BY_NAME[name], [102, 70], 20, family="mistral-sliding")
     assert not set().union(*steps.waits)
-    check_alike(steps)
+    check_alike(BY_NAME[name], steps)
 
 
-def check_alike(steps: Steps) -> None:
-    """Asserts that a step launches what the step before launched, if neither of them added a page: a page is first read in the step
-    after the one that added it."""
+def check_alike(case: Case, steps: Steps) -> None:
+    """Asserts that every step launches a kernel of attention, if one reads the case's pages, and what the step before launched, if
+    neither of them added a page: a page is first read in the step after the one that added it."""
     launches = [of_attention(step) for step in steps.launches]
+    assert all(map(bool, launches)) if which(case) else not any(launches)
     shapes = steps.shapes
     same = [step for step in range(2, len(launches)) if shapes[step - 2] == shapes[step - 1] == shapes[step]]
     assert len(same) >= len(launches) // 2
