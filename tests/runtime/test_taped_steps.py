@@ -1,13 +1,13 @@
 """Decode steps launched from tapes (recorded launches): launches and arguments are those of steps without tapes."""
 
+import ast
 import copy
-import re
 from unittest import mock
 
 import pytest
 import torch
 from cases import BY_NAME, CASES, Case
-from launches import KERNELS, OPERATIONS, WRITTEN, Launch, module_of, watch
+from launches import KERNELS, WRITTEN, Launch, watch
 from toy_models import left_padded, random_model
 
 from calib.kernels.launch import launch
@@ -416,13 +416,19 @@ def test_plans_are_alike_whatever_their_tensors_say():
 
 def test_every_kernel_is_started_by_launch():
     """A kernel that is started in another way would be missing on a tape."""
-    started = re.compile(r"^\s*(?:\w+ = )?\w+\[[^\]=]*\]\((?!\s*\))", re.MULTILINE)
-    kernels = {name for names in map(module_names, OPERATIONS) for name in names}
-    for path in sorted(KERNELS.glob("*/*.py")):
-        for found in started.findall(path.read_text()):
-            assert found.strip().split("[")[0] not in kernels, (path.name, found)
+    files = {path: ast.parse(path.read_text()) for path in sorted(KERNELS.glob("*/*.py"))}
+    nodes = [node for tree in files.values() for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    kernels = {node.name for node in nodes if any("triton.jit" in ast.unparse(part) for part in node.decorator_list)}
+    assert set(WRITTEN) <= kernels
+    for code in ("attend[(2,)](x, y)", "if x:\n    y = exact[(n[0], most[1])](x, BD=32)", "triton.put[grid]()"):
+        assert started_by_grid(ast.parse(code), kernels)
+    assert not started_by_grid(ast.parse("launch(attend, (n[0],), x, sizes[0](y))"), kernels)
+    for path, tree in files.items():
+        assert not started_by_grid(tree, kernels), path
 
 
-def module_names(operation: str) -> set[str]:
-    """The kernels of an operation that are launched."""
-    return {name for name, part in vars(module_of(operation)).items() if name in WRITTEN and hasattr(part, "arg_names")}
+def started_by_grid(tree: ast.AST, kernels: set[str]) -> list[str]:
+    """The kernels that code starts as `kernel[grid](...)`."""
+    calls = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    names = [ast.unparse(func.value).split(".")[-1] for func in calls if isinstance(func, ast.Subscript)]
+    return [name for name in names if name in kernels]
