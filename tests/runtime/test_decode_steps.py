@@ -85,6 +85,7 @@ def decode(model, name: str, lengths: str, steps: int, monkeypatch) -> None:
             mask = torch.nn.functional.pad(mask, (0, 1), value=1)  # as generate() passes it
             positions = mask.sum(-1, keepdim=True) - 1
             model(token, attention_mask=mask, position_ids=positions, past_key_values=cache)
+            assert len(calls) >= 2 * len(cache.compressed)  # `update` and `attend` of each layer
             assert not set().union(*(call.names for call in calls)), step
             operations.append(sum(call.operations.counts.total() for call in calls))
             calls.clear()
@@ -116,6 +117,7 @@ def test_no_step_waits_whatever_it_does(case, monkeypatch):
         for step in range(70):
             mask = torch.nn.functional.pad(mask, (0, 1), value=1)
             model(token, attention_mask=mask, position_ids=mask.sum(-1, keepdim=True) - 1, past_key_values=cache)
+            assert len(calls) >= 2 * len(cache.compressed)  # `update` and `attend` of each layer
             assert not set().union(*(call.names for call in calls)), step
             calls.clear()
 
@@ -179,3 +181,8 @@ def test_the_watch_sees_waits():
         torch.tensor([1, 2]).to("cpu")
         x[torch.tensor([1, 2])].sum().softmax(0)
     assert not waits.names
+    with HostWaits() as waits:
+        for _ in range(10):
+            torch.tensor([1])
+            (x + 1).to("cpu")  # no upload, although it could have the id of the tensor that is gone
+    assert waits.found["to(device)"] == 10
