@@ -29,7 +29,8 @@ class HostWaits(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.found: Counter[str] = Counter()
-        self.uploads: set[int] = set()  # ids of tensors that were made from Python numbers
+        # Tensors that were made from Python numbers, by id. They are kept, so that no other tensor gets the id of one of them.
+        self.uploads: dict[int, Tensor] = {}
         self.operations = Operations()
         self.paused = False
 
@@ -68,7 +69,7 @@ class HostWaits(TorchFunctionMode):
         result = func(*args, **kwargs)
         if name == "tensor":
             self.found["tensor(device)"] += kwargs.get("device") is not None
-            self.uploads.add(id(result))
+            self.uploads[id(result)] = result
         return result
 
     @property
