@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from attention_kernel import WITHOUT, which
 from cases import BY_NAME, CASES
 from launches import alone, counts, module_of, watch
 from layer_walk import differing, stored
@@ -21,8 +22,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from calib.documents.words import WORDS
 from calib.runtime import compress
-from calib.runtime.methods import method_class, packs_of
-from calib.runtime.stages.contract import Codec
 
 MODEL = "artifacts/tiny-llama"
 PROMPTS = [100, 61]
@@ -34,25 +33,12 @@ ATTENTION = {"attend": "attend", "desparsify_attend": "_attend"}
 # And the operation for outliers beside codes.
 SERVED = [*ATTENTION, "outliers"]
 
-# One case of every method whose pages a kernel reads. None does if all tokens are in host memory, or others are attended
-# than are stored (WITHOUT), or if no token has left the window, so that there are no pages (UNPACKED).
+# One case of every method whose pages a kernel reads (`which`).
 QUICK = [
     "full", "rtn-4", "kivi-3-short", "kivi-2-calibrated", "zipcache-16-4-2", "mikv-8-2", "h2o", "tova", "snapkv", "streaming_llm",
     "gear-60", "gear_l", "uniform", "group_wise", "outlier_reduced", "csr-paper", "klt-short", "klt-after-rope", "klt-predicted",
     "klt-trellis", "specache", "infllm-original", "oscar",
 ]  # fmt: skip
-WITHOUT = ["oracle", "offload"]
-UNPACKED = ["kivi-8", "kivi-4", "kivi-2", "kivi-4-calibrated"]
-# Read tile by tile in torch: ordered stores with corrections, CSR with corrections or with offline atoms alone, and ZipCache's
-# keys before RoPE.
-IN_TILES = [
-    "kivi-corrected",
-    "rtn-twice",
-    "csr-corrected",
-    "csr-offline",
-    "zipcache-before-rope",
-    "zipcache-before-frozen",
-]
 
 # Kernels of a step that fetches tokens by their mass, besides `hide`, which masks those that are fetched already.
 FETCHING = {"attend", "exact", "sum_rows", "largest", "exchange_entries", "gather_rows"}
@@ -117,14 +103,6 @@ def check(outcomes, tolerance=ROUNDED, launched="attend", same=True):
 def small(family="llama", dtype=torch.float32, **changes):
     """A toy model of one layer, or as many as `changes` say."""
     return random_model(family, dtype, **{"num_hidden_layers": 1} | changes)
-
-
-def which(case):
-    """The operation that attends to a case's pages, or None."""
-    unserved = any(codec.has_kernel is Codec.has_kernel for codec in packs_of(method_class(case.method)))
-    if unserved or case.name in [*WITHOUT, *UNPACKED, *IN_TILES]:
-        return None
-    return "desparsify_attend" if case.method == "csr" else "attend"
 
 
 @pytest.mark.full
@@ -312,11 +290,14 @@ def test_beams(name, both):
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["kivi-2-short", "h2o"])
 def test_drafts(name, both):
-    """Several drafts are looked up and attended at once."""
-    inputs = left_padded([100])
-    inputs["input_ids"][:, 50:] = inputs["input_ids"][:, :50]  # something to look up
-    mine = check(both(small(), inputs, BY_NAME[name], prompt_lookup_num_tokens=3))
-    assert mine.tokens.shape[1] == 100 + NEW
+    """Three drafts are looked up and attended at once, of the prompt and of a step: the first of them is accepted."""
+    inputs, model, fed = left_padded([100], seed=159), small(), []
+    ids = inputs["input_ids"]
+    ids[:, 0] = 72  # what the model says after this prompt
+    ids[:, 50:] = ids[:, :50]
+    model.register_forward_pre_hook(lambda _, __, named: fed.append(named["input_ids"].shape[1]), with_kwargs=True)
+    mine = check(both(model, inputs, BY_NAME[name], prompt_lookup_num_tokens=3, max_new_tokens=5))
+    assert mine.tokens.shape[1] == 105 and fed == 2 * [103, 4, 1]
 
 
 @pytest.mark.full
