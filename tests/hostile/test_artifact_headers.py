@@ -83,11 +83,11 @@ def test_texts_of_the_file_in_messages(tmp_path, good, text):
         "clip_bits is": forged(good, lambda document: document.update(clip_bits=[text])),
         "'heads' is": forged(good, lambda document: document["fingerprint"].update(heads=text)),
         "weights are malformed": forged(good, lambda document: document["fingerprint"]["weights"].update(float32=text)),
-        "expected a finite": forged(good, lambda document: document.update(provenance={text: {text: [1e400]}})),
+        "Infinity is not JSON": forged(good, lambda document: document.update(provenance={text: {text: [1e400]}})),
     }
     for said, data in cases.items():
         line = short(tmp_path / "a", data)
-        assert said in line or "is not JSON" in line or "expected dtype, shape and sha256" in line, said
+        assert said in line, said
 
 
 @pytest.mark.parametrize("name", ["later\x1b[31m", "a\nb", "\ud800", "", "x" * 257])
