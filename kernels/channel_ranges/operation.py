@@ -54,7 +54,7 @@ def measured(
         `reference.root` and for the sign of a zero if there are zeros of both signs. NaN if a channel holds a NaN; "positive root"
         and "balance" count NaN as 0.
 
-    Raises RuntimeError if there are no tokens.
+    Raises IndexError if there are no tokens.
     """
     if prefers_triton(tokens.device):
         from calib.kernels.channel_ranges import triton
