@@ -91,7 +91,10 @@ def test_every_search_for_a_price_ends(factor, constant):
     with time_limit(SECONDS):
         solver = Allocator(errors)
         assert [solver.at_bits(bits).bits <= bits for bits in (1, 2, 8)] == [True] * 3
-        assert solver.at_error(1e30).error <= 1e30
+        assert solver.at_error(1e30).bits == solver.least_bits
+        two, word = solver.at_bits(2), solver.least_bits / (2 * solver.layers)
+        found = solver.at_error(two.error)
+        assert found.error <= two.error and found.bits <= two.bits + word
 
 
 def test_a_curve_of_zeros_gives_numbers():
