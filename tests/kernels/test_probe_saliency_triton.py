@@ -191,8 +191,11 @@ def test_the_operation_runs_what_serves(forced, monkeypatch):
     assert (found - expected).abs().max() <= FLOAT32_ATTENTION * expected.max()
     # Not supported by the kernels: float64, mixed dtypes, a negative scale, wider heads.
     asked.clear()
-    operation.attention_mass(query.double(), keys.double(), positions, 0.5)
-    operation.attention_mass(query.float(), keys, positions, 0.5)
-    operation.attention_mass(query, keys, positions, -0.5)
-    operation.attention_mass(*drawn(1, 1, 1, 5, 300, 2, torch.float16), 0.5)
+    for given in (
+        (query.double(), keys.double(), positions, 0.5),
+        (query.float(), keys, positions, 0.5),
+        (query, keys, positions, -0.5),
+        (*drawn(1, 1, 1, 5, 300, 2, torch.float16), 0.5),
+    ):
+        assert torch.equal(operation.attention_mass(*given, *options), reference.attention_mass(*given, *options))
     assert not asked
