@@ -90,14 +90,13 @@ def test_spans_of_mikv_are_those_of_attention(launched):
 
 def test_a_prefill_at_its_best_by_hand():
     size = Sizes(heads=4, kv_heads=2, head_dim=8, prompt=1000, hidden=32, intermediate=64)
-    found, device = baseline(SMALL, size), SMALL
+    found = baseline(SMALL, size)
     rate = 512 * 4 * 10 * 1e9  # products per second; with widths this small bytes take longer
     copied = COPY * 1e12
     assert found["projections"] == pytest.approx(2 * (32 * 64 + 32 * 32 + 1000 * (32 + 64 + 32 + 32)) / copied)
     assert found["MLP"] == pytest.approx(2 * (32 * 128 + 64 * 32 + 1000 * (32 + 128 + 64 + 32)) / copied)
     assert found["attention"] == pytest.approx(2 * 4 * 8 * 1000 * 1001 / 2 / rate)
     assert baseline(DEVICES["A100"])["MLP"] == pytest.approx(32768 * 3 * 4096 * 14336 / 156e12, rel=0.01)
-    assert device.capability == 90
 
 
 def test_launches_of_a_kernel_by_hand():

@@ -201,7 +201,7 @@ def test_division_is_exact_where_it_decides(dtype):
         dtype if dtype == torch.float16 else torch.float32
     )
     words = kernels.new_buffer((1, 1, count, 47), torch.int16, "cpu")
-    kernels._by_planes(x, words, 5 + 3, IDENTITY, None, parameters, (1, x.shape[-1]), False)
+    kernels._by_planes(x, words, 8, IDENTITY, None, parameters, (1, x.shape[-1]), False)
     expected = (x / scale[:, None] + 0.5).floor().clamp(0, 255)
     assert torch.equal(unpack(words, 8, x.shape[-1]).float(), expected)
 

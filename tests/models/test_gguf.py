@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 gguf = pytest.importorskip("gguf", reason="needs the package gguf")  # not with the oldest releases
 
-from tiny_gguf import SIZES, TEMPLATE, TOKENS, save_gguf  # noqa: E402
+from tiny_gguf import TEMPLATE, TOKENS, save_gguf  # noqa: E402
 from toy_language_model import save_text  # noqa: E402
 
 from calib.capture import model_files  # noqa: E402
@@ -222,4 +222,3 @@ def test_a_tokenizer_that_does_not_come_back_is_told_and_leaves_nothing(tmp_path
     with pytest.raises(RunError, match=line):
         conversion.convert(tmp_path / "tiny.gguf", tmp_path / "plain")
     assert not (tmp_path / "plain").exists()
-    assert SIZES["vocab_size"] == len(TOKENS)
