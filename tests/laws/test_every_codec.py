@@ -185,7 +185,7 @@ def test_a_codec_made_again_from_its_options_gives_the_same_bits(case):
 def test_a_huge_neighbour_leaves_everything_finite_and_a_rows_numbers_alone(case):
     codec = case.codec()
     x = tokens(case, "normal", 2, 2, 1, torch.float32)
-    x[1] *= min(case.reach, 1e6)
+    x[1] *= 1e6  # codecs of a limited reach clamp it
     fp32_params = codec.fp32_params(x)
     block = codec.encode(x, fp32_params)
     assert bool(codec.decode(block, case.channels).isfinite().all())
