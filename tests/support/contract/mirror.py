@@ -90,7 +90,7 @@ def odd_in_order(store: Any, row: int, keys: Tensor, values: Tensor) -> str:
     for stream, held, tokens in zip(store.streams, found[:2], (keys, values), strict=True):
         expected = stored(stream, tokens)[0]
         off = (held - expected)[:, kept].abs().amax((0, 2))
-        odd = (off > STORED * expected.abs().max()).nonzero()[:, 0].tolist()
+        odd = (~(off <= STORED * expected.abs().max())).nonzero()[:, 0].tolist()  # `~`: NaN is odd
         if odd:
             return f"{stream.role}: the tokens {odd} are not those given"
     return ""
@@ -129,7 +129,7 @@ def odd_in_tiers(store: Any, row: int, keys: Tensor, values: Tensor) -> str:
         off = torch.stack([(found - choice.gather(1, index)).abs().amax(2) for choice in choices]).amin(0)
         is_exact = is_window or isinstance(store.tiers[number].plan.keys.codec, Exact)
         most = 0.0 if is_exact else TIED if store.plan.before_rope else STORED
-        odd = (off > most * float(choices[0].abs().max())).nonzero().tolist()
+        odd = (~(off <= most * float(choices[0].abs().max()))).nonzero().tolist()
         if odd:
             return f"{'the window' if is_window else f'tier {number}'}: at (head, slot) {odd} lies no token given"
         whose.append(owner)
@@ -192,7 +192,7 @@ def distances(
 def odd_slots(store: Any, row: int, number: int, found: Tensor, owner: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     """(head, slot) of the tokens whose distance is too large."""
     off, most = distances(store, row, number, found, owner, keys, values)
-    return (off > most).nonzero()
+    return (~(off <= most)).nonzero()
 
 
 def told_apart(
@@ -204,7 +204,7 @@ def told_apart(
     If a word occurs twice, its keys differ little but for the rotation, and a stored token may be as near to either.
     """
     off, most = distances(store, row, number, found, owner, keys, values)
-    for head in (off.amax(1) > most).nonzero()[:, 0].tolist():
+    for head in (~(off.amax(1) <= most)).nonzero()[:, 0].tolist():
         slot, ends = int(off[head].argmax()), [chunk.start - 1, *owner[head].tolist(), chunk.stop]
         for other in range(ends[slot] + 1, ends[slot + 2]):
             tried = owner.clone()

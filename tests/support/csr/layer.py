@@ -54,7 +54,8 @@ class Coded(LayerOracle):
         return np.arange(len(held))
 
     def adopt(self, head: int, tokens: np.ndarray, given: np.ndarray) -> float:
-        """Replace the oracle's tokens by the cache's `given [n, 2 D]`; returns the largest error in tolerances.
+        """Replace the oracle's tokens by the cache's `given [n, 2 D]`; returns the largest error in tolerances, or infinity if a
+        number is not finite.
 
         Tokens that were compared before must not have changed by more than 2^-20: they are decoded again, perhaps in other tiles.
         """
@@ -67,7 +68,7 @@ class Coded(LayerOracle):
             errors = (word[number].error(x) for word, x in zip(words, found, strict=True) if word is not None)
             worst = max(worst, *errors, 0.0)
             held[head, tokens] = found
-        return worst
+        return worst if np.isfinite(given).all() else np.inf
 
 
 class CsrLayer(Coded):

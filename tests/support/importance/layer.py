@@ -114,11 +114,11 @@ class LayerOracle:
     def settle(self, tier: int, head: int, keys: np.ndarray, values: np.ndarray) -> float:
         """Replace a head's tokens of a tier by those that a cache has decoded, `keys` and `values [count, D]` in any order.
 
-        Returns the largest error of a token from the nearest of its pending choices; infinity if the counts differ or two tokens of
-        the tier have the same nearest given one. A token that was settled before has one choice.
+        Returns the largest error of a token from the nearest of its pending choices; infinity if the counts differ, a number is not
+        finite, or two tokens of the tier have the same nearest given one. A token that was settled before has one choice.
         """
         tokens, given = self.tokens(tier)[head], np.concatenate([keys, values], -1).astype(np.float64)
-        if len(tokens) != len(given):
+        if len(tokens) != len(given) or not np.isfinite(given).all():
             return math.inf
         held = np.concatenate([self.keys[head, tokens], self.values[head, tokens]], -1)
         match = abs(held[:, None] - given).mean(-1).argmin(1) if len(held) else np.zeros(0, dtype=int)
