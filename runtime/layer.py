@@ -102,7 +102,7 @@ class CompressedLayer(CacheLayerMixin):
         refusing = (any(forward.before) or in_chunks(forward, self.plan.encoding_chunk)) and wants_gradients(*given)
         with OneChoice(forward.choices), torch.no_grad() if refusing else _AS_IT_IS:
             if forward.recorded:
-                output = attended_unstored(self.store, self.sequences, self.plan.encoding_chunk, forward, given, logits)
+                output = attended_unstored(self.store, self.sequences, self.plan, forward, given, logits)
                 real = given.of_columns(slice(forward.width)) if forward.speculative else given
                 forward.hold(Draft(partial(self._take_in, logits), self._draft(real)))
             else:
@@ -180,7 +180,7 @@ class CompressedLayer(CacheLayerMixin):
         given = QKV(*draft)
         self.store.prepare(forward)
         if self.store.observes and forward.width:  # attended again, now that it is known which drafts were kept
-            attended_and_stored(self.store, self.plan.encoding_chunk, forward, given, logits)
+            attended_and_stored(self.store, self.plan, forward, given, logits)
         else:
             stored(self.store, forward, given)
         forward.stored()
@@ -189,7 +189,7 @@ class CompressedLayer(CacheLayerMixin):
         """Attends and stores, by repeating the kernel launches of an earlier step of the same block where one was recorded."""
         store, taped = self.store, self.sequences.taped
         assert store is not None
-        step = partial(attended_and_stored, store, self.plan.encoding_chunk, forward, given, logits)
+        step = partial(attended_and_stored, store, self.plan, forward, given, logits)
         first = forward.pending == self.sequences.layers
         if first or not taped.goes_on:
             store.prepare(forward)

@@ -1,7 +1,7 @@
 """The new tokens of one layer in a forward are attended and stored: all at once, or chunk by chunk where the plan has an
 `encoding_chunk`.
 
-`chunk` is that number of tokens, or None. The store is prepared: the page table already names the pages that the forward fills.
+The store is prepared: the page table already names the pages that the forward fills.
 """
 
 import copy
@@ -16,7 +16,7 @@ from calib.runtime.paging.forward import Forward
 from calib.runtime.paging.page_numbers import PAGE_TOKENS
 from calib.runtime.paging.pages import TILE_TOKENS
 from calib.runtime.paging.sequence_state import SequenceState
-from calib.runtime.store import Store
+from calib.runtime.store import Plan, Store
 
 
 def in_chunks(forward: Forward, chunk: int | None) -> bool:
@@ -24,8 +24,9 @@ def in_chunks(forward: Forward, chunk: int | None) -> bool:
     return chunk is not None and max(forward.counts) > chunk
 
 
-def attended_and_stored(store: Store, chunk: int | None, forward: Forward, given: QKV, logits: Logits) -> Tensor:
+def attended_and_stored(store: Store, plan: Plan, forward: Forward, given: QKV, logits: Logits) -> Tensor:
     """Attends and then stores new tokens; returns the output `[rows, heads, n, D]`."""
+    chunk = plan.encoding_chunk
     if chunk is None or not in_chunks(forward, chunk):
         output = attended(store, forward, given, logits, observe=True)
         stored(store, forward, given.of_columns(slice(forward.width)) if forward.speculative else given)
@@ -39,17 +40,17 @@ def attended_and_stored(store: Store, chunk: int | None, forward: Forward, given
 
 
 def attended_unstored(
-    store: Store, sequences: SequenceState, chunk: int | None, forward: Forward, given: QKV, logits: Logits
+    store: Store, sequences: SequenceState, plan: Plan, forward: Forward, given: QKV, logits: Logits
 ) -> Tensor:
     """Attends unconfirmed tokens, which stay unstored. If they are more than a chunk, a copy of the store takes them and is then
     dropped: later chunks attend to the encoded earlier ones, and it is not known yet which tokens will be kept."""
-    if not in_chunks(forward, chunk):
+    if not in_chunks(forward, plan.encoding_chunk):
         return attended(store, forward, given, logits, observe=False)
     # The copy refers to a forward without the drafts that earlier layers have left in it.
     store, sequences = copy.deepcopy((store, sequences), {id(forward): forward.without(0)})
     accepted = sequences.accept(forward)
     store.prepare(accepted)
-    output = attended_and_stored(store, chunk, accepted, given, logits)
+    output = attended_and_stored(store, plan, accepted, given, logits)
     store.state()  # waits for copies on a side stream, so that the copied store's memory is freed now
     return output
 
