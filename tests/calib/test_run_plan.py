@@ -153,7 +153,7 @@ def test_nothing_is_loaded_and_a_configuration_is_enough(model, tmp_path, monkey
     content = {"methods": EVALUATION["methods"][:3] + EVALUATION["methods"][5:], "tasks": tasks}
     plan = planned("eval", tmp_path, str(folder), content)
     shown = capsys.readouterr().out
-    assert "tokens are counted by the embedded model's" in " ".join(shown.split()) and plan["no_tokenizer"]
+    assert "tokens are counted with the embedded model's" in " ".join(shown.split()) and plan["no_tokenizer"]
     needle, passkey, distortion = (plan["columns"][at] for at in (1, 2, 3))
     assert needle["rows"] == 10 and 150 < needle["tokens_of_a_row"] <= needle["longest_row"] <= 200
     assert passkey["rows"] == 5 and passkey["longest_row"] < 180 and passkey["tokens_of_a_row"] == passkey["prompt"] + 7
