@@ -11,8 +11,10 @@ def may_need_fp32(codec: Codec, dtype: torch.dtype, growth: float = 1.0) -> bool
     unless the codec `asks_extremes`."""
     if not codec.asks_extremes:
         return False
-    largest = torch.full((1, 1, 1, 1), torch.finfo(dtype).max, dtype=dtype, device="cpu")
-    return dtype != torch.float16 or codec.fp32_params(grown(largest, growth))
+    largest = torch.finfo(dtype).max
+    return dtype != torch.float16 or codec.fp32_params(
+        grown(torch.full((1, 1, 1, 1), largest, dtype=dtype, device="cpu"), growth)
+    )
 
 
 def grown(extremes: Tensor, growth: float) -> Tensor:
