@@ -89,7 +89,8 @@ def run() -> Numbers:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--write", action="store_true", help=f"keep the run in results/{RESULT}")
+    write = parser.parse_args().write
     content = run()
     print(content)
-    if parser.parse_args().write:
+    if write:
         keep(RESULT, content)
