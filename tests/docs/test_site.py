@@ -131,4 +131,4 @@ def test_the_readme_says_the_same_releases():
     readme, known = text_of("README.md"), ranges()
     assert f"| transformers | {known['transformers']}" in readme
     versions = ", ".join(known[name] for name in ("torch", "triton"))
-    assert f"| torch, Triton, Python | {versions}, {known['Python'].replace('to', 'and')} |" in readme
+    assert f"| torch, Triton, Python | {versions}, {known['Python']} |" in readme

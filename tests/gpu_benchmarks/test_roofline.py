@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from last_bits import without_last_bits
 
 from benchmarks.gpu.attend_alone import packed_bytes, tier
 from benchmarks.gpu.decode_attention import TIERS, UNIFORM
@@ -69,7 +70,7 @@ def test_the_run_follows_from_its_loops_and_launches():
     steps = [
         predicted(case, loops, RUN["launches"][case.method], device) for case in CASES for device in DEVICES.values()
     ]
-    assert json.loads(json.dumps(steps)) == RUN["steps"]
+    assert without_last_bits(steps) == without_last_bits(RUN["steps"])
 
 
 def test_loops_hold_to_their_limits():

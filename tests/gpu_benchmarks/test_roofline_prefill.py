@@ -6,6 +6,7 @@ from math import prod
 
 import pytest
 import torch
+from last_bits import without_last_bits
 
 from benchmarks.gpu.devices import COPY, DEVICES, NODE, Device
 from benchmarks.gpu.layers import Heads
@@ -49,7 +50,7 @@ def test_the_run_follows_from_its_kernels_and_launches():
         for method in METHODS
         for device in DEVICES.values()
     ]
-    assert json.loads(json.dumps(steps)) == RUN["steps"]
+    assert without_last_bits(steps) == without_last_bits(RUN["steps"])
     assert RUN["baseline"] == {own.name: baseline(own) for own in DEVICES.values()}
 
 
