@@ -49,6 +49,26 @@ def test_what_is_stored_is_what_plain_decoding_stores(model, case):
     assert drafted.memory().by_kind == plain.memory().by_kind
 
 
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_rejected_drafts_change_nothing_of_what_others_attend(model, case):
+    """Except in `infllm`, where all queries of a chunk choose the blocks that it fetches."""
+    tokens, poison = Tokens.random(model, 161, seed=1), Tokens.random(model, 20, seed=2, magnitude=1000)
+    drafted, plain = case.open(model), case.open(model)
+    at, same = 0, True
+    for cache in (drafted, plain):
+        cache.release()
+        cache.activate_past_recording()
+    for kept, wrong in [(120, 5), (2, 3), (6, 1), (33, 20)]:
+        accepted = tokens[at : at + kept]
+        found, expected = feed(drafted, [join(accepted, poison[:wrong])]), feed(plain, [accepted])
+        drafted.crop(-wrong)
+        plain.crop(0)
+        at += kept
+        for (mine,), (other,) in zip(found, expected, strict=True):
+            same &= bool((mine[:, :kept] - other).abs().max() <= FLOAT32_ATTENTION * other.abs().max())
+    assert same == (case.method != "infllm")
+
+
 def join(*parts: Tokens) -> Tokens:
     """These tokens one after the other."""
     return Tokens(*(torch.cat([getattr(part, n) for part in parts], 2) for n in ("queries", "keys", "values")))
