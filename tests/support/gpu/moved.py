@@ -8,9 +8,11 @@ from torch import Tensor
 
 
 def moved(given: Any, device: torch.device | str) -> Any:
-    """Return `given` with all tensors, also those in tuples, lists and dataclasses, on `device`."""
+    """Return `given` with all tensors, also those in tuples, lists, dicts and dataclasses, on `device`."""
     if isinstance(given, Tensor):
         return given.to(device)
+    if isinstance(given, dict):
+        return {name: moved(part, device) for name, part in given.items()}
     if isinstance(given, tuple | list):
         return type(given)(moved(part, device) for part in given)
     if is_dataclass(given) and not isinstance(given, type):
