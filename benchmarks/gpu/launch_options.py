@@ -5,6 +5,7 @@ These options can only be decided by measuring: more programs hide more memory l
 need more shared memory, which leaves room for fewer programs; a launch that begins early takes resources from the one before.
 """
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -95,7 +96,7 @@ def swept(bench: Bench, rows: int) -> Measured:
             with options(programs, stages):
                 try:
                     agree(f"attention at {bits} bits with {name}", call(), right, KERNEL)
-                except (RuntimeError, ValueError) as error:  # for instance too little shared memory
+                except Exception as error:  # for instance Triton's OutOfResources: too little shared memory
                     refused[name] = one_line(error)
                     continue
                 calls[name], ways[name] = replayed(bench, call, None)
@@ -127,18 +128,23 @@ def of_steps(bench: Bench) -> Measured:
         layers = bare_layers(name.split(",")[0], heads, LAYERS, **given)
         for layer in layers:
             filled(layer, heads, keys, values, 0)
-        call = partial(each, layers, [step] * LAYERS)
-        calls = {OWN: replayed(bench, call, layers)[0]}
+        calls = {OWN: replayed(bench, partial(each, layers, [step] * LAYERS), layers)[0]}
+        refused = dict[str, str]()
         others = {f"{p} programs, {s} stages": options(p, s) for p, s in product((8, 10, 12), STAGES)}
         others |= {f"{warps} warps join": joining(warps) for warps in WARPS} | {"no launch early": one_by_one()}
         for other, launches in others.items():
+            trial = copy.deepcopy(layers)  # without recorded launches, which would keep their options
+            call = partial(each, trial, [step] * LAYERS)
             with launches:
-                layers[0].sequences.taped.forget()  # recorded launches would keep their options
-                call()
-                calls[other] = replayed(bench, call, layers)[0]
+                try:
+                    call()
+                except Exception as error:
+                    refused[other] = one_line(error)
+                    continue
+                calls[other] = replayed(bench, call, trial)[0]
         found = in_turns_or_none(bench, calls, {other: (OWN, other) for other in calls}, figures)
         if found is None:
             break
         figures |= {f"{name}, {other}": found["ratios"][other] for other in calls if other != OWN}
-        details[name] = {other: found["milliseconds"][other][1] / LAYERS for other in calls}
+        details[name] = {other: found["milliseconds"][other][1] / LAYERS for other in calls} | {"refused": refused}
     return Measured(figures, details)
