@@ -9,6 +9,7 @@ of each kernel to the file.
 """
 
 import argparse
+import signal
 import sys
 import time
 from collections.abc import Mapping
@@ -40,7 +41,7 @@ def refused(names_only: bool = False) -> str | None:
 def parser() -> argparse.ArgumentParser:
     """Returns the parser of the command line."""
     found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    found.add_argument("--only", nargs="+", metavar="NAME", help="these measurements")
+    found.add_argument("--only", nargs="+", metavar="NAME", help="these measurements, in this order")
     found.add_argument("--list", action="store_true", help="the names of all measurements, and nothing else")
     which = found.add_mutually_exclusive_group()
     which.add_argument("--no-tests", action="store_true", help="measure only")
@@ -48,6 +49,15 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--seconds", type=float, default=SECONDS, help="for everything (530)")
     found.add_argument("--output", type=Path, help="folder of the JSON file (OUT, or benchmarks/results)")
     return found
+
+
+def ends_its_processes() -> None:
+    """Lets a SIGTERM, such as that of `timeout`, also end the tests or the worker: they would keep the GPU."""
+
+    def end(number: int, frame: object) -> None:
+        sys.exit(128 + number)
+
+    signal.signal(signal.SIGTERM, end)
 
 
 def main() -> int:
@@ -71,7 +81,8 @@ def main() -> int:
     if strange := [path for path in asked.tests or [] if not Path(path.split("::")[0]).exists()]:
         print(f"--tests takes files and folders; there is no {strange[0]!r}", file=sys.stderr)
         return 2
-    chosen = [one for one in names.values() if one.name in asked.only] if asked.only else MEASUREMENTS
+    ends_its_processes()
+    chosen = [names[name] for name in dict.fromkeys(asked.only)] if asked.only else MEASUREMENTS
     device = report.device_of()
     print(f"{device['name']}, {device['memory_bytes'] / 2**30:.0f} GiB; {report.versions()}", flush=True)
     try:

@@ -10,6 +10,10 @@ import torch
 
 from benchmarks.gpu.sizes import Sizes
 
+# Seconds after its time in which a measurement may still complete the least number of turns: compiling may have taken all of its
+# time. Less than `supervise.GRACE`.
+LATE = 10
+
 
 class NotMeasured(Exception):
     """There is no figure; the message gives the reason in one line."""
@@ -33,6 +37,11 @@ class Bench:
     def is_over(self) -> bool:
         """Whether the time of this measurement is over."""
         return time.monotonic() >= self.until
+
+    @property
+    def is_late(self) -> bool:
+        """Whether its time has been over for `LATE` seconds."""
+        return time.monotonic() >= self.until + LATE
 
     def needs_kernel(self, *operations: str) -> None:
         """Raises NotMeasured if an operation has no kernel: the time of plain torch must not count as ours."""

@@ -23,11 +23,13 @@ def replayed(bench: Bench, step: Callable[[], object], holder: Any) -> tuple[Cal
     """
     if not bench.on_gpu:
         return step, "eager: no GPU"
+    stream = torch.cuda.current_stream()
     try:
         return _recorded(step, holder), "graph"
     except Exception as error:  # whatever the reason, the step runs as it is
+        torch.cuda.set_stream(stream)  # torch leaves the recording's stream only if its end succeeds
         torch.cuda.synchronize()
-        return step, f"eager: {one_line(error)}"
+        return step, f"eager: {all_lines(error)}"
 
 
 def _recorded(step: Callable[[], object], holder: Any) -> Callable[[], object]:
@@ -59,6 +61,12 @@ def _recorded(step: Callable[[], object], holder: Any) -> Callable[[], object]:
     replay()
     torch.cuda.synchronize()
     return replay
+
+
+def all_lines(error: BaseException) -> str:
+    """Returns `one_line` of an error and of those before it: what ends a recording hides behind torch's error at its end."""
+    before = "" if error.__context__ is None else f"{all_lines(error.__context__)}, then "
+    return before + one_line(error)
 
 
 def one_line(error: BaseException) -> str:

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from benchmarks.gpu.bench import Measurement
@@ -58,7 +59,9 @@ def _one_process(
     A crash or a hang is recorded for the measurement that had begun; between two measurements for none. If the process began none,
     it is recorded for the first one, so that restarts come to an end.
     """
-    process = subprocess.Popen(command(until - time.monotonic(), list(missing)), stdout=subprocess.PIPE, text=True)
+    # The worker stops taking turns a little before it is stopped itself, so that figures taken so far are reported.
+    seconds = until - time.monotonic() - LEAST
+    process = subprocess.Popen(command(seconds, list(missing)), stdout=subprocess.PIPE, text=True)
     lines: queue.Queue[str | None] = queue.Queue()
     threading.Thread(target=_read, args=(process, lines), daemon=True).start()
     under_way: str | None = next(iter(missing))
@@ -86,7 +89,8 @@ def _one_process(
                 under_way, limit = None, min(until, time.monotonic() + GRACE)
     finally:
         process.kill()
-        process.wait()
+        with suppress(subprocess.TimeoutExpired):  # a driver that hangs keeps a killed process
+            process.wait(GRACE)
 
 
 def _read(process: "subprocess.Popen[str]", lines: "queue.Queue[str | None]") -> None:

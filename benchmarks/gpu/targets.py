@@ -23,25 +23,27 @@ from benchmarks.gpu import (
 )
 from benchmarks.gpu.bench import Measurement
 
+# In the order in which they run, so that a run that is cut short has the most important rows: first what the kernels are for, then
+# what no GPU has measured yet, last what has no target.
 MEASUREMENTS = (
     Measurement("decode attention", decode_attention.tiers, 30),
-    Measurement("decode attention, MHA", decode_attention.tiers_one_row, 25),
     Measurement("uniform 4 bit", decode_attention.uniform_4_bit, 20),
     Measurement("uniform 2 bit", decode_attention.uniform_2_bit, 20),
-    Measurement("attention kernel alone", attend_alone.alone, 25),  # no target; shows what the rest of a step adds
+    Measurement("decode attention, MHA", decode_attention.tiers_one_row, 25),
+    Measurement("tokens/s", generation.against_dynamic, 30),
     Measurement("GEAR", decode_attention.gear, 25),
+    Measurement("prefill, ZipCache", prefill.zipcache, 20),
+    Measurement("prefill, KIVI", prefill.kivi, 20),
+    Measurement("prefill, MiKV", prefill.mikv, 20),
     Measurement("quantise and pack", encoding.quantise, 10),
     Measurement("probe saliency", saliency.probes, 15),
-    Measurement("prefill, ZipCache", prefill.zipcache, 20),
-    Measurement("prefill, MiKV", prefill.mikv, 20),
-    Measurement("prefill, KIVI", prefill.kivi, 20),
+    Measurement("largest batch", batch.largest, 30),
+    Measurement("SpeCache step", specache.fetching, 30),
     Measurement("matching pursuit", pursuit.pursuit, 20),
     Measurement("NeuralDict step", dictionary_step.training_step, 20),
-    Measurement("SpeCache step", specache.fetching, 30),
     Measurement("tokens/s, quanto", generation.against_quanto, 30),
-    Measurement("tokens/s", generation.against_dynamic, 30),
-    Measurement("largest batch", batch.largest, 30),
-    Measurement("transform coding", decode_attention.components, 60),  # no target; last, so it is the first left out
+    Measurement("attention kernel alone", attend_alone.alone, 25),  # no target; shows what the rest of a step adds
+    Measurement("transform coding", decode_attention.components, 60),  # no target
 )
 
 # Run only if named with --only: they analyse where time is spent, and take longer than a full run has left.

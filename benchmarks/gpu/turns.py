@@ -51,12 +51,12 @@ def in_turns(
 ) -> dict[str, dict[str, list[float]]]:
     """Returns quartiles of every step's milliseconds and of `ratios` (numerator, denominator), in up to `sizes.turns` turns.
 
-    Raises NotMeasured if the time is over after fewer than `LEAST` turns.
+    If the time is over, only the turns up to the `LEAST`-th follow. Raises NotMeasured if they take more than `bench.LATE` seconds.
     """
     shuffled = random.Random(0)
     found: dict[str, list[float]] = {name: [] for name in steps}
     for turn in range(bench.sizes.turns + WARM):
-        if bench.is_over:
+        if bench.is_late or (bench.is_over and turn >= WARM + LEAST):
             break
         for name in shuffled.sample(list(steps), len(steps)):
             taken = milliseconds(bench, steps[name])

@@ -6,13 +6,18 @@ import re
 import shlex
 import subprocess
 import sys
+import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 from launches import watch
 
 from benchmarks.gpu import __main__ as command
-from benchmarks.gpu import launch_options
+from benchmarks.gpu import launch_options, report, supervise
+from benchmarks.gpu.bench import Bench
+from benchmarks.gpu.sizes import TOY
 from benchmarks.gpu.targets import MEASUREMENTS, ON_REQUEST
 from calib.kernels.attend import page_launch
 from calib.kernels.attend import triton as attend
@@ -83,6 +88,16 @@ def test_names_are_told_without_a_gpu(monkeypatch, capsys):
     assert status == 0 and lines == [one.name for one in (*MEASUREMENTS, *ON_REQUEST)]
 
 
+def test_measurements_run_in_the_order_in_which_they_are_named(monkeypatch, tmp_path):
+    ran, names = [], ["largest batch", "step profile", "GEAR", "largest batch"]
+    monkeypatch.setattr(command, "refused", lambda names_only=False: None)
+    monkeypatch.setattr(command, "ends_its_processes", lambda: None)
+    monkeypatch.setattr(report, "device_of", lambda: {"name": "GPU", "memory_bytes": 0})
+    monkeypatch.setattr(supervise, "supervised", lambda chosen, *given: ran.extend(one.name for one in chosen))
+    monkeypatch.setattr(sys, "argv", ["benchmarks.gpu", "--no-tests", "--output", str(tmp_path), "--only", *names])
+    assert command.main() == 0 and ran == names[:3]
+
+
 def test_a_name_or_a_path_that_is_not_there_is_one_line(monkeypatch, capsys):
     monkeypatch.setattr(command, "refused", lambda names_only=False: None)
     for words, expected in (
@@ -94,8 +109,6 @@ def test_a_name_or_a_path_that_is_not_there_is_one_line(monkeypatch, capsys):
 
 
 def test_launch_options_reach_the_launch_and_are_taken_back(monkeypatch):
-    import torch
-
     from calib.kernels.attend.operation import PageSpan
     from calib.kernels.attend.signatures import stream_of
 
@@ -112,6 +125,41 @@ def test_launch_options_reach_the_launch_and_are_taken_back(monkeypatch):
                 attend.attend_pages(query, stream, stream, stretch, None, None, False, False)
         stages.append(next(one for one in reversed(launched) if one.kernel == "attend").arguments["num_stages"])
     assert stages == [5, 2, 5] and (page_launch.PROGRAMS, page_launch.stages_of) == own
+
+
+class OutOfResources(Exception):
+    """Like Triton's, which is no RuntimeError."""
+
+
+@pytest.mark.full
+def test_an_option_that_cannot_be_launched_does_not_stop_the_others(monkeypatch):
+    stages, run, compare = [], launch_options.each, launch_options.agree
+
+    @contextmanager
+    def options(*given):
+        stages.append(given[1])
+        yield
+        stages.pop()
+
+    def each(layers, steps):
+        output = run(layers[:1] if 5 in stages else layers, steps[:1] if 5 in stages else steps)
+        if 5 in stages:  # in the second layer: the step of this cache is never finished
+            raise OutOfResources("shared memory")
+        return output
+
+    def agree(*given):
+        if 5 in stages:
+            raise OutOfResources("shared memory")
+        return compare(*given)
+
+    few = (("PROGRAMS", (8,)), ("STAGES", (5, 3)), ("WARPS", ()))
+    for name, own in (*few, ("options", options), ("each", each), ("agree", agree)):
+        monkeypatch.setattr(launch_options, name, own)
+    for measure, first in ((launch_options.batch_1, "4 bit"), (launch_options.of_steps, "zipcache")):
+        found = measure(Bench(torch.device("cpu"), TOY, time.monotonic() + 60))
+        assert f"{first}, 8 programs, 3 stages" in found.figures
+        assert not any("5 stages" in name for name in found.figures)
+        assert found.details[first]["refused"]["8 programs, 5 stages"] == "OutOfResources: shared memory"
 
 
 def test_launches_are_kept_from_beginning_early(monkeypatch):

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.gpu import report, saliency, turns
+from benchmarks.gpu import graphs, report, saliency, supervise, turns
 from benchmarks.gpu.agreement import Disagrees, agree, equal, kernels
-from benchmarks.gpu.bench import Bench, Measured, Measurement, NotMeasured
+from benchmarks.gpu.bench import LATE, Bench, Measured, Measurement, NotMeasured
 from benchmarks.gpu.sizes import REAL, TOY
 from benchmarks.gpu.targets import TARGETS
 from benchmarks.gpu.worker import record_of
@@ -184,10 +184,37 @@ def test_ratios_are_paired_by_turn(monkeypatch):
 
 def test_too_few_turns_are_no_figure():
     with pytest.raises(NotMeasured, match="its time was over after 0 turns"):
-        turns.in_turns(bench(seconds=0), {"ours": lambda: None}, {})
+        turns.in_turns(bench(-LATE), {"ours": lambda: None}, {})
     with pytest.raises(NotMeasured, match="its time was over"):
-        turns.in_turns_or_none(bench(seconds=0), {"ours": lambda: None}, {}, {})
-    assert turns.in_turns_or_none(bench(seconds=0), {"ours": lambda: None}, {}, {"before": [1.0]}) is None
+        turns.in_turns_or_none(bench(-LATE), {"ours": lambda: None}, {}, {})
+    assert turns.in_turns_or_none(bench(-LATE), {"ours": lambda: None}, {}, {"before": [1.0]}) is None
+
+
+def test_the_least_number_of_turns_follows_a_long_preparation():
+    """Compiling may take the whole time of a measurement. What is left to do is then short, and GRACE has room for it."""
+    given = replace(bench(seconds=0), sizes=replace(TOY, turns=21))
+    assert turns.in_turns(given, {"ours": lambda: None}, {})["turns"]["kept"] == [turns.LEAST]
+    assert LATE < supervise.GRACE
+
+
+def test_why_a_step_is_not_replayed_begins_with_what_went_wrong_first(monkeypatch):
+    """An operation that no recording allows invalidates it, and torch then raises another error at its end."""
+    calls = []
+
+    def recorded(step, holder):
+        try:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        finally:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    monkeypatch.setattr(graphs, "_recorded", recorded)
+    for name, found in (("current_stream", "before"), ("set_stream", None), ("synchronize", None)):
+        monkeypatch.setattr(
+            torch.cuda, name, lambda *given, name=name, found=found: calls.append((name, *given)) or found
+        )
+    _, way = graphs.replayed(replace(bench(), device=torch.device("cuda")), lambda: None, None)
+    assert way.startswith("eager: RuntimeError: operation not permitted when stream is capturing, then RuntimeError: ")
+    assert calls == [("current_stream",), ("set_stream", "before"), ("synchronize",)]
 
 
 def test_inputs_leave_no_trace_in_the_l2():

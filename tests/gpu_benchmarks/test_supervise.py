@@ -1,16 +1,22 @@
 """The supervisor of `make gpu`: a measurement whose process dies or hangs does not affect the others."""
 
 import json
+import os
+import signal
+import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from benchmarks.gpu.bench import Bench, Measured, Measurement
-from benchmarks.gpu.supervise import NOT_STARTED, STOPPED, supervised
+from benchmarks.gpu.supervise import LEAST, NOT_STARTED, STOPPED, supervised
 from benchmarks.gpu.targets import MEASUREMENTS
 
 pytestmark = pytest.mark.arithmetic
+
+ROOT = Path(__file__).parents[2]
 
 
 def failing(given: Bench) -> Measured:
@@ -112,6 +118,47 @@ def test_a_record_is_kept_while_the_others_are_measured():
         ],
     )
     assert seen[1] - seen[0] > 0.5
+
+
+TERMINATED = """
+import sys, time
+from benchmarks.gpu import __main__ as command
+from benchmarks.gpu.bench import Measurement
+from benchmarks.gpu.supervise import supervised
+
+command.ends_its_processes()
+sleeps = "import os, sys, time; print(os.getpid(), file=sys.stderr, flush=True); time.sleep(60)"
+supervised([Measurement("one", print, 60)], time.monotonic() + 60, print, lambda seconds, names: [sys.executable, "-c", sleeps])
+"""
+
+
+@pytest.mark.full
+def test_a_run_that_is_terminated_takes_its_worker_with_it():
+    with subprocess.Popen([sys.executable, "-c", TERMINATED], cwd=ROOT, stderr=subprocess.PIPE, text=True) as run:
+        worker = int(run.stderr.readline())
+        run.terminate()
+        assert run.wait(30) == 128 + signal.SIGTERM
+    with pytest.raises(ProcessLookupError):
+        os.kill(worker, 0)
+
+
+def test_a_worker_measures_in_the_order_in_which_it_is_asked(monkeypatch, capsys):
+    from benchmarks.gpu import worker
+
+    monkeypatch.setattr(worker, "record_of", lambda one, *given: {"name": one.name})
+    monkeypatch.setattr(worker, "is_usable", lambda: True)
+    names = [one.name for one in MEASUREMENTS[4:1:-1]]
+    worker.main(60, [names[0], "none", *names[1:]])
+    said = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [one["begin"] for one in said[::2]] == [one["name"] for one in said[1::2]] == names
+
+
+def test_a_worker_ends_a_little_before_it_is_stopped():
+    given: list[float] = []
+    all_of(
+        MEASUREMENTS[:1], 60, lambda seconds, names: [given.append(seconds), *process(line(names[0], reason="x"))][1:]
+    )
+    assert given[0] == pytest.approx(60 - LEAST, abs=5)
 
 
 def test_what_finds_no_time_is_said():
