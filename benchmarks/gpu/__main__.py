@@ -92,7 +92,7 @@ def main() -> int:
         return 2
     if not asked.no_tests:
         seconds = asked.seconds if asked.tests else min(TESTS, asked.seconds)
-        run.tests = gpu_tests.run(seconds, run.file.with_suffix(".tests.log"), *(asked.tests or [gpu_tests.FOLDER]))
+        run.tests = gpu_tests.run(seconds, run.file.with_suffix(".tests.log"), *(asked.tests or gpu_tests.files()))
         run.keep()
     print(f"tests/gpu: {run.tests.get('line', 'not run')}", *run.tests.get("failed", []), sep="\n", flush=True)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from gpu.lost_device import pytest_runtest_makereport as pytest_runtest_makereport
 
 DRY = os.environ.get("CALIB_GPU_TESTS") == "cpu"
 

@@ -1,10 +1,14 @@
 """The summary that `make gpu` gives of the tests that need a GPU, also if their time runs out."""
 
+from pathlib import Path
+
 import pytest
 
 from benchmarks.gpu import gpu_tests
 
 pytestmark = pytest.mark.arithmetic
+
+ROOT = Path(__file__).parents[2]
 
 SOME = """
 import pytest, signal, time
@@ -44,6 +48,49 @@ def test_a_run_that_is_cut_off_tells_what_failed(tmp_path, monkeypatch, hanging)
     assert (found["passed"], found["failed_tests"], found["skipped"]) == (1, 2, 1)
     assert len(found["failed"]) == 2 and any("test_bad[two words]" in line for line in found["failed"])
     assert found["status"] not in (0, 5)
+
+
+LOST = f"""
+import sys
+sys.path.append({str(Path(__file__).parents[1] / "support")!r})
+from gpu import lost_device
+from gpu.lost_device import pytest_runtest_makereport
+lost_device.is_lost = lambda: "bad" in sys.modules  # for the rest of the process
+"""
+LOSING = """
+import sys
+
+def test_before(): pass
+
+def test_bad():
+    sys.modules["bad"] = sys
+    assert False, "an illegal memory access"
+
+def test_after(): assert "bad" not in sys.modules
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("processes", [1, 2])
+def test_tests_behind_one_in_which_the_device_fails_run_in_another_process(tmp_path, monkeypatch, processes):
+    (tmp_path / "conftest.py").write_text(LOST)
+    (tmp_path / "test_losing.py").write_text(LOSING)
+    monkeypatch.setattr(gpu_tests, "ROOT", tmp_path)
+    monkeypatch.setattr(gpu_tests, "WORKERS", processes)
+    if processes == 1:  # as without pytest-xdist
+        monkeypatch.setattr(gpu_tests, "find_spec", lambda name: name == "pytest" or None)
+    found = gpu_tests.run(300, tmp_path / "log", str(tmp_path))
+    assert (found["passed"], found["failed_tests"], found["status"]) == (2, 1, 1)
+    assert len(found["failed"]) == 1 and "test_bad" in found["failed"][0]
+    assert "an illegal memory access" in (tmp_path / "log").read_text()
+    if processes == 1:
+        assert found["line"] == "the device failed in 1 test: 2 passed, 1 failed"
+
+
+def test_kernels_are_tested_before_models():
+    files = gpu_tests.files()
+    assert sorted(files) == sorted(f"tests/gpu/{file.name}" for file in (ROOT / "tests/gpu").glob("test_*.py"))
+    assert files[-2:] == [f"tests/gpu/{name}" for name in gpu_tests.WHOLE_MODELS]
 
 
 def test_what_several_processes_have_said():
