@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.gpu import graphs, report, saliency, supervise, turns
+from benchmarks.gpu import decode_attention, graphs, report, saliency, supervise, turns
 from benchmarks.gpu.agreement import Disagrees, agree, equal, kernels
 from benchmarks.gpu.bench import LATE, Bench, Measured, Measurement, NotMeasured
 from benchmarks.gpu.sizes import REAL, TOY
@@ -195,6 +195,19 @@ def test_the_least_number_of_turns_follows_a_long_preparation():
     given = replace(bench(seconds=0), sizes=replace(TOY, turns=21))
     assert turns.in_turns(given, {"ours": lambda: None}, {})["turns"]["kept"] == [turns.LEAST]
     assert LATE < supervise.GRACE
+
+
+@pytest.mark.parametrize("done", [True, False])
+def test_what_was_timed_before_the_time_was_over_is_kept(done, monkeypatch):
+    def measured(bench, method, heads, options):
+        if options["rope"] == "after" or not done:
+            raise NotMeasured("its time was over")
+        return Measured({"speedup": [1.0, 2.0, 3.0]})
+
+    monkeypatch.setattr(decode_attention, "measured", measured)
+    record = record_of(Measurement("transform coding", decode_attention.components, 5), CPU, TOY, 5)
+    assert record.get("figures") == ({"speedup, before RoPE": [1.0, 2.0, 3.0]} if done else None)
+    assert (record["details"]["after"] if done else record)["reason"] == "its time was over"
 
 
 def test_why_a_step_is_not_replayed_begins_with_what_went_wrong_first(monkeypatch):
