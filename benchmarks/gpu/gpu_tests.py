@@ -15,10 +15,7 @@ from typing import IO, Any
 
 ROOT = Path(__file__).parents[2]
 FOLDER = "tests/gpu"
-WHOLE_MODELS = (
-    "test_generate.py",
-    "test_model_step.py",
-)  # the last files: kernels are tested before models that use them
+WHOLE_MODELS = ("test_generate.py", "test_model_step.py")  # run last, after the tests of kernels
 WORKERS = 12  # most processes, each with its own context on the device
 ALONE = 30  # with fewer seconds, starting several processes is not worthwhile
 EACH = 90  # most seconds of one test, if pytest-timeout is installed
