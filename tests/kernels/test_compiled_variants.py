@@ -22,13 +22,13 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-backend, variants = make_backend(GPUTarget("cuda", 90, 32)), defaultdict(set)
+backend, variants, chosen = make_backend(GPUTarget("cuda", 90, 32)), defaultdict(set), {}
 
 
 def bound(self, *arguments, grid, warmup, **named):
     binder = create_function_from_signature(self.signature, self.params, backend)
-    _, specialisation, options = binder(*arguments, debug=False, **named)
-    variants[self.__name__].add(str((specialisation, options)))
+    _, specialisation, chosen[self.__name__] = binder(*arguments, debug=False, **named)
+    variants[self.__name__].add(str((specialisation, chosen[self.__name__])))
 
 
 JITFunction.run = bound
@@ -60,9 +60,9 @@ for tokens in (1, 15, 16, 96, 137, 1000, 4096):
 """
 
 
-def variants(script: str) -> dict[str, int]:
-    """Number of variants of each kernel that Triton would compile for the launches of `script`."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+def variants(script: str, **more: str) -> dict[str, int]:
+    """Number of variants of each kernel that Triton would compile for the launches of `script`; `more`: variables to set."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | more
     code = f"{BINDER}\n{script}\nprint(json.dumps({{name: len(own) for name, own in variants.items()}}))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -79,6 +79,25 @@ for k in (1, 5, 32):
         largest[(1,)](scores, None, scores, None, 64, 64, 1, 64, k, TILE=512)
 """
     assert variants(script) == {"largest": 6}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("default", ["0", "1", None])
+def test_products_and_sums_are_fused_unless_a_launch_forbids_it(default):
+    """Whatever Triton's default is, which a variable can change; Triton 3.9 warns about launches that leave it open."""
+    script = """
+import warnings
+
+from calib.kernels.quantise.triton import encode_fixed
+from calib.kernels.top_k.triton import top_k
+
+warnings.simplefilter("error")
+top_k(torch.zeros(1, 1, 64), 5)
+encode_fixed(torch.zeros(1, 2, 16, 80), 4, 1.0)
+fused = {name: backend.parse_options(dict(own)).enable_fp_fusion for name, own in chosen.items()}
+assert fused == {"largest": True, "by_planes": False}, fused
+"""
+    assert variants(script, **({} if default is None else {"TRITON_DEFAULT_FP_FUSION": default}))
 
 
 @pytest.mark.full
