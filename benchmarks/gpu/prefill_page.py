@@ -72,8 +72,7 @@ SAID = """
   memory in float32.
 - **`klt`** undoes RoPE in a prompt's keys in one launch (`kernels/unrotate`), and encodes every piece of 4,096 tokens in one
   launch for keys and one for values, which computes components, codes and words. Its kernels take {project:.1f} % of the
-  prefill, and torch's operations move {klt:,.0f} MB in a layer. In plain torch, with products in float64, it would move 10,067
-  MB and take 467 launches: 16 to 17 % on an {device}.
+  prefill, and torch's operations move {klt:,.0f} MB in a layer.
 - **The host waits** until the device has finished all queued work {waits} times in a layer with ZipCache and {waits_kivi} times
   with KIVI. After such a wait the device is idle until the host has queued new work, which no count shows; 4 % of a layer's
   prefill are {stretch:.0f} us. Whether parameters fit in 16 bits follows from the minimum and maximum of the first tokens that
