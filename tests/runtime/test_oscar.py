@@ -141,15 +141,18 @@ def test_padding_never_counts():
 
 
 @pytest.mark.arithmetic
-@pytest.mark.parametrize(("keep", "cut_off"), [(0.96, 5), (0.92, 10), (0.5, 63), (1.0, 0)])
-def test_a_token_is_cut_to_a_magnitude_of_its_own(keep, cut_off):
-    """The limit is the magnitude of rank floor(.96 * 128) = 122 of 0 ... 127: five are larger."""
-    x = torch.randn(2, 3, 7, 128, generator=torch.Generator().manual_seed(1)) ** 3
+@pytest.mark.parametrize(
+    ("keep", "channels", "rank"),
+    [(0.96, 128, 122), (0.92, 128, 117), (0.5, 128, 64), (1.0, 128, 127), (0.29, 100, 29), (0.58, 200, 116)],
+)
+def test_a_token_is_cut_to_a_magnitude_of_its_own(keep, channels, rank):
+    """The limit is the magnitude of rank floor(.96 * 128) = 122 of 0 ... 127: five are larger. 0.29 * 100 is 28.99... in floats."""
+    x = torch.randn(2, 3, 7, channels, generator=torch.Generator().manual_seed(1)) ** 3
     found = Clipped(UniformQuant(2), keep).cut(x)
     for token, cut in zip(x.flatten(0, 2).double().numpy(), found.flatten(0, 2).double().numpy(), strict=True):
-        tau = np.sort(abs(token))[min(int(keep * 128), 127)]
+        tau = np.sort(abs(token))[rank]
         np.testing.assert_array_equal(cut, np.clip(token, -tau, tau))
-        assert (abs(token) > tau).sum() == cut_off
+        assert (abs(token) > tau).sum() == channels - 1 - rank
 
 
 def coded(x: np.ndarray, turned: np.ndarray, bits: int, group: int, keep: float) -> tuple[np.ndarray, np.ndarray]:

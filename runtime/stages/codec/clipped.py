@@ -5,6 +5,7 @@
 A quantiser that measures each token's range then has finer steps for most entries; clipped ones are decoded to the range's end.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -34,7 +35,8 @@ class Clipped(Codec):
 
     def cut(self, x: Tensor) -> Tensor:
         """The clipped x' of `x [..., D]`, in its dtype."""
-        rank = min(int(self.keep * x.shape[-1]), x.shape[-1] - 1)
+        rank = math.floor(self.keep * x.shape[-1] + 1e-9)  # 0.29 of 100 is 28.999999999999996
+        rank = min(rank, x.shape[-1] - 1)
         tau = x.abs().topk(x.shape[-1] - rank, -1).values[..., -1:]
         return x.clamp(-tau, tau)
 
