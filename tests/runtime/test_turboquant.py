@@ -8,7 +8,7 @@ from tolerances import FLOAT32_FOLD, ODD_CODES
 from toy_models import random_model
 
 from calib.runtime import compress
-from calib.runtime.methods import build
+from calib.runtime.methods import Geometry, build
 from calib.runtime.stages.codec import Direction
 from calib.runtime.stages.transform import Orthogonal
 
@@ -130,3 +130,10 @@ def test_a_norm_beyond_16_bits_is_kept_in_32(dtype: torch.dtype):
 def test_wrong_options_are_refused(options: dict[str, object], message: str):
     with pytest.raises(ValueError, match=message.replace(".", r"\.")):
         build("turboquant", options)
+
+
+def test_heads_of_one_channel_are_refused():
+    refusal = "^a direction has at least 2 channels, got head_dim 1; use a method with ranges, such as rtn$"
+    with pytest.raises(ValueError, match=refusal):
+        build("turboquant", {}).plan(0, Geometry(1, 1, 1), None)
+    assert build("turboquant", {}).plan(0, Geometry(1, 1, 2), None)

@@ -42,6 +42,10 @@ class Direction(Codec):
         """The codec with the best table for a random direction in `channels` dimensions, at least 2."""
         if type(bits) is not int or not 1 <= bits <= 8:
             raise ValueError(f"bits must be a whole number 1 ... 8, got {printable(bits)}")
+        if channels < 2:
+            raise ValueError(
+                f"a direction has at least 2 channels, got head_dim {channels}; use a method with ranges, such as rtn"
+            )
         return cls(Codebook(lloyd_max(channels, bits)))
 
     def token_group(self) -> int:
