@@ -17,8 +17,9 @@ from transformers.cache_utils import CacheLayerMixin
 
 from calib.kernels.dispatch import OneChoice, prefers_triton
 from calib.runtime.attend.request import QKV
-from calib.runtime.files.state import State, StateError, branch, dtype_named, named, wholes
+from calib.runtime.files.state import State, StateError, branch, dtype_named, wholes
 from calib.runtime.logits import Logits
+from calib.runtime.messages.dtype_name import dtype_name
 from calib.runtime.messages.printable import printable
 from calib.runtime.modes import wants_gradients, with_ordinary_tensors, without_gradients
 from calib.runtime.new_tokens import attended_and_stored, attended_unstored, in_chunks, stored
@@ -77,8 +78,8 @@ class CompressedLayer(CacheLayerMixin):
             (_, heads, _, channels), (_, own, _, width) = new.shape, self.shapes[role]
             if (new.dtype, heads, channels) != (self.dtype, own, width):
                 raise ValueError(
-                    f"this layer holds {role} of {named(self.dtype)}, {own} heads of {width} channels, and got {named(new.dtype)}, "
-                    f"{heads} heads of {channels}; use a cache for each model and dtype"
+                    f"this layer holds {role} of {dtype_name(self.dtype)}, {own} heads of {width} channels, and got "
+                    f"{dtype_name(new.dtype)}, {heads} heads of {channels}; use a cache for each model and dtype"
                 )
         self._arrived = (key_states, value_states)
         return self, self
@@ -115,7 +116,7 @@ class CompressedLayer(CacheLayerMixin):
         """Returns everything that the layer has stored, for a file."""
         assert self.store is not None
         shapes = {f"{role}_shape": [shape[1], shape[3]] for role, shape in self.shapes.items()}
-        return {"dtype": named(self.dtype), "seen": self.seen, "store": self.store.state()} | shapes
+        return {"dtype": dtype_name(self.dtype), "seen": self.seen, "store": self.store.state()} | shapes
 
     @with_ordinary_tensors
     def restore(self, state: State, like: tuple[Tensor, Tensor], seen: int) -> None:
@@ -127,7 +128,9 @@ class CompressedLayer(CacheLayerMixin):
         """
         dtype = dtype_named(state.get("dtype"))
         if dtype != like[0].dtype:
-            raise StateError(f"keys of {named(dtype)}, expected {named(like[0].dtype)} as the model computes them")
+            raise StateError(
+                f"keys of {dtype_name(dtype)}, expected {dtype_name(like[0].dtype)} as the model computes them"
+            )
         for role, part in zip(("keys", "values"), like, strict=True):
             shape = wholes(state, f"{role}_shape", least=1)
             if shape != [part.shape[1], part.shape[3]]:

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
-from calib.runtime.files.state import State, StateError, named, tensor_like
+from calib.runtime.files.state import State, StateError, tensor_like
+from calib.runtime.messages.dtype_name import dtype_name
 
 
 def kept(layer: Any) -> list[Tensor]:
@@ -58,7 +59,7 @@ def state_of(layer: Any) -> State:
     # While past recording is on, a layer also keeps tokens older than its window, until it is cropped.
     first = max(0, layer.keys.shape[2] - layer.sliding_window + 1)
     keys, values = layer.keys[:, :, first:], layer.values[:, :, first:]
-    return {"keys": keys, "values": values, "dtype": named(keys.dtype), "seen": seen}
+    return {"keys": keys, "values": values, "dtype": dtype_name(keys.dtype), "seen": seen}
 
 
 def restore(layer: Any, state: State, like: tuple[Tensor, Tensor], rows: int, seen: int) -> None:

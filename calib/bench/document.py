@@ -9,6 +9,7 @@ import torch
 from calib.bench.bench_model import BenchModel
 from calib.bench.grid import Found
 from calib.capture.model_files import model_name
+from calib.runtime.messages.dtype_name import dtype_name
 
 FORMAT = 1
 PROCESSORS = Path("/proc/cpuinfo")
@@ -22,7 +23,7 @@ def document(bench_model: BenchModel, found: Found) -> dict[str, Any]:
         "config": {
             "name": request.name,
             "model": model_name(request.model),
-            "dtype": str(bench_model.model.dtype).removeprefix("torch."),
+            "dtype": dtype_name(bench_model.model.dtype),
             "device": bench_model.device.type,
             "artifact": bench_model.artifact_hash,
             "contexts": list(request.contexts),

@@ -21,6 +21,7 @@ from calib.capture.device_map import entry_device
 from calib.capture.sample import SINKS, LayerSample, Sink
 from calib.documents.generators import keyed_random
 from calib.errors import RunError
+from calib.runtime.messages.dtype_name import dtype_name
 
 ANSWER = 4  # the answer is the last 1/4 of a sequence
 
@@ -144,7 +145,7 @@ def normalised(pairs: list[tuple[LayerSample, LayerSample]]) -> list[LayerSample
             slopes, centred = slopes.detach(), rows - rows.mean(1, keepdim=True)
             weight += float((slopes @ centred.mT).square().sum() / centred.shape[1])
     if not math.isfinite(weight) or weight == 0:
-        dtype = str(pairs[0][1].keys.dtype).removeprefix("torch.")
+        dtype = dtype_name(pairs[0][1].keys.dtype)
         raise NotDifferentiableError(f"derivatives sum to {weight} in {dtype} (try --model.dtype bfloat16 or float32)")
     scale = weight**-0.5
     return [

@@ -85,6 +85,7 @@ def as_json(artifact: "Artifact", path: Path) -> dict[str, Any]:
     """Returns the artifact as plain JSON; tensors are given by dtype, shape, and least, median and greatest value."""
     from calib.artifact_view.tables import spread
     from calib.runtime.artifact.file import FORMAT_VERSION
+    from calib.runtime.messages.dtype_name import dtype_name
 
     return {
         "file": {
@@ -97,7 +98,7 @@ def as_json(artifact: "Artifact", path: Path) -> dict[str, Any]:
         "provenance": artifact.provenance,
         "clip_bits": list(artifact.clip_bits),
         "tensors": {
-            name: {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape), **spread(tensor)}
+            name: {"dtype": dtype_name(tensor.dtype), "shape": list(tensor.shape), **spread(tensor)}
             for name, tensor in artifact.tensors.items()
         },
     }

@@ -18,6 +18,7 @@ from calib.evaluate.request import Request
 from calib.evaluate.tasks import Column, Subject
 from calib.evaluate.tokenizer_identity import special_ids, tokenizer_identity
 from calib.runtime.artifact.fingerprint import fingerprint
+from calib.runtime.messages.dtype_name import dtype_name
 
 VERSIONS = ("torch", "transformers")
 
@@ -80,7 +81,7 @@ def prepare(request: Request) -> Evaluation:
     base = {
         "config_hash": identity["config_hash"],
         "weights": identity["weights"],
-        "dtype": str(model.dtype).removeprefix("torch."),
+        "dtype": dtype_name(model.dtype),
         "device": model.device.type,
         "seed": request.seed,
         "batch_size": request.batch_size,

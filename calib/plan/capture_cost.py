@@ -12,6 +12,7 @@ from calib.fit.calibration import Calibration
 from calib.fit.stage import Stage
 from calib.plan.meta_model import MetaModel
 from calib.plan.meta_tensors import META, MetaTensors
+from calib.runtime.messages.dtype_name import dtype_name
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ def statistics(calibration: Calibration, meta_model: MetaModel) -> dict[str, dic
     for name, statistic in whole.statistics.items():
         kinds: dict[tuple[tuple[int, ...], str], int] = {}
         for buffer in statistic.buffers():
-            kind = (tuple(buffer.shape), str(buffer.dtype).removeprefix("torch."))
+            kind = (tuple(buffer.shape), dtype_name(buffer.dtype))
             kinds[kind] = kinds.get(kind, 0) + 1
         found[name] = {
             "bytes": sum(buffer.nbytes for buffer in statistic.buffers()),

@@ -17,6 +17,7 @@ from calib.capture.model_files import ModelFiles
 from calib.capture.model_sizes import check_sizes
 from calib.capture.shape import Shape
 from calib.errors import UsageError
+from calib.runtime.messages.dtype_name import dtype_name
 
 WORDS = 1024  # vocabulary size of the one-layer model, small so that its embedding costs almost nothing
 
@@ -77,7 +78,7 @@ class MetaModel:
             "path": path,
             "architecture": self.text.model_type,
             "parameters": self.parameters,
-            "dtype": str(self.model.dtype).removeprefix("torch."),
+            "dtype": dtype_name(self.model.dtype),
             "weights_bytes": self.weights,
             **asdict(self.shape),
             "windows": self.windows,

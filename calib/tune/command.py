@@ -21,6 +21,7 @@ from calib.evaluate.loaded import usable_device
 from calib.method_options import as_usage
 from calib.runtime.completed import completed
 from calib.runtime.files.atomic_file import write_atomically
+from calib.runtime.messages.dtype_name import dtype_name
 from calib.runtime.methods import check_rope, method_class
 from calib.runtime.methods.tuned import with_choices
 from calib.tune.candidates import candidates, grid_of
@@ -95,7 +96,7 @@ def tune(request: Request) -> int:
         "sequences": len(tokens),
         "length": tokens.shape[1],
         "seed": request.seed,
-        "dtype": str(model.dtype).removeprefix("torch."),
+        "dtype": dtype_name(model.dtype),
     }
     layers = artifact.fingerprint["layers"]
     chosen = [

@@ -27,6 +27,7 @@ from calib.runtime.hub.find import find
 from calib.runtime.hub.push import push
 from calib.runtime.hub.save import save
 from calib.runtime.messages.artifact_error import FIT_AGAIN, ArtifactError
+from calib.runtime.messages.dtype_name import dtype_name
 from calib.runtime.messages.printable import printable, shortened
 
 if TYPE_CHECKING:
@@ -269,7 +270,7 @@ def check_tensor(name: str, tensor: Tensor) -> None:
     values."""
     artifact_file.check_name(name)
     if tensor.dtype not in artifact_file.DTYPES or tensor.dim() > artifact_file.MOST_AXES:
-        known = ", ".join(str(dtype).removeprefix("torch.") for dtype in artifact_file.DTYPES)
+        known = ", ".join(map(dtype_name, artifact_file.DTYPES))
         raise ArtifactError(
             f"tensor {printable(name)} is {tensor.dtype} with {tensor.dim()} axes, expected one of {known} with at most "
             f"{artifact_file.MOST_AXES}; convert it"

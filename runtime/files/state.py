@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from calib.runtime.messages.dtype_name import dtype_name
 from calib.runtime.messages.printable import printable
 
 # Leaves are tensors, whole numbers, texts, and lists of whole numbers (of lists of them).
@@ -144,12 +145,9 @@ def _described(found: object) -> str:
 
 def dtype_named(name: object) -> torch.dtype:
     """Returns the floating dtype of a name such as `bfloat16`; raises StateError for other names."""
-    found = next((dtype for dtype in FLOATS if named(dtype) == name), None)
+    found = next((dtype for dtype in FLOATS if dtype_name(dtype) == name), None)
     if found is None:
-        raise StateError(f"{printable(name)} is no floating dtype of a cache, expected {', '.join(map(named, FLOATS))}")
+        raise StateError(
+            f"{printable(name)} is no floating dtype of a cache, expected {', '.join(map(dtype_name, FLOATS))}"
+        )
     return found
-
-
-def named(dtype: torch.dtype) -> str:
-    """Returns the name of a dtype, such as `bfloat16` for torch.bfloat16."""
-    return str(dtype).removeprefix("torch.")

@@ -26,7 +26,8 @@ from calib.runtime.artifact.artifact import Artifact
 from calib.runtime.artifact.file import digest
 from calib.runtime.artifact.fingerprint import FIELDS, ROUNDINGS, fingerprint, first_difference
 from calib.runtime.files import canonical_json
-from calib.runtime.files.state import State, StateError, check_values, flat, named, nested, tensor_like
+from calib.runtime.files.state import State, StateError, check_values, flat, nested, tensor_like
+from calib.runtime.messages.dtype_name import dtype_name
 from calib.runtime.messages.printable import LENGTH, printable, shortened
 from calib.runtime.methods import Geometry, later_options
 from calib.runtime.prefix import file as prefix_file
@@ -82,7 +83,7 @@ def save(
             state, meaning, made = cache.state(), stages(cache), _made(cache.origin, model)
         else:
             state, meaning = stored_form.save(cache, model, storage_bits)
-            made = {STORED: storage_bits, "dtype": named(model.dtype)}
+            made = {STORED: storage_bits, "dtype": dtype_name(model.dtype)}
         if input_ids is not None:
             state[IDS] = _checked_ids(input_ids, len(cache.sequences.lengths), cache.get_seq_length(), path)
         tensors, numbers = flat(state)
@@ -114,7 +115,7 @@ def load(cache: "CompressedCache", path: str | os.PathLike[str], unseen_weights:
         document, tensors = prefix_file.read(path)
         _check_model(document["fingerprint"], model, unseen_weights)
         stored = STORED in document["made"]
-        _check_made(document["made"], {"dtype": named(model.dtype)} if stored else _made(cache.origin, model))
+        _check_made(document["made"], {"dtype": dtype_name(model.dtype)} if stored else _made(cache.origin, model))
         state = nested([*document["numbers"].items(), *tensors.items()])
         _check_tokens(state, model)
         if stored:
@@ -142,7 +143,7 @@ def stages(cache: "CompressedCache") -> str:
 
 def _plain(part: Any) -> Any:
     if isinstance(part, Tensor):
-        return [named(part.dtype), list(part.shape), digest(part.detach().cpu())]
+        return [dtype_name(part.dtype), list(part.shape), digest(part.detach().cpu())]
     if is_dataclass(part) and not isinstance(part, type):
         return {type(part).__name__: {f.name: _plain(getattr(part, f.name)) for f in fields(part)}}
     if isinstance(part, Mapping):
@@ -157,7 +158,7 @@ def _made(origin: Origin, model: PreTrainedModel) -> dict[str, Any]:
         "method": origin.method,
         "options": _plain(origin.options),
         "seed": origin.seed,
-        "dtype": named(model.dtype),
+        "dtype": dtype_name(model.dtype),
     }
 
 

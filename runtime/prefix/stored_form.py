@@ -16,8 +16,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from calib.runtime.files import canonical_json
-from calib.runtime.files.state import State, StateError, branch, check_values, fitting, named, whole, wholes
+from calib.runtime.files.state import State, StateError, branch, check_values, fitting, whole, wholes
 from calib.runtime.layer import CompressedLayer
+from calib.runtime.messages.dtype_name import dtype_name
 from calib.runtime.messages.printable import printable
 from calib.runtime.prefix.file import AGAIN
 from calib.runtime.rotation import Rotation
@@ -152,7 +153,9 @@ def _chunks(
         told = Header.read(chunk)
         found, expected = (told.tokens, told.start, told.dtype), (lengths[row], 0, model.dtype)
         if found != expected:
-            there, here = (f"{count} {named(dtype)} tokens from {start}" for count, start, dtype in (found, expected))
+            there, here = (
+                f"{count} {dtype_name(dtype)} tokens from {start}" for count, start, dtype in (found, expected)
+            )
             raise StateError(f"the chunk of row {row} has {there}, expected {here}; {AGAIN}")
     decoded = [codec.decode(chunk).unflatten(-1, (codec.kv_heads, codec.head_dim)) for chunk in chunks]
     for row, tokens in enumerate(decoded):

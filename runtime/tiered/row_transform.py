@@ -10,7 +10,8 @@ from torch import Tensor
 from calib.kernels.to_half import NARROW
 from calib.kernels.upload import upload
 from calib.runtime.device.row_index import row_index
-from calib.runtime.files.state import State, StateError, dtype_named, named, tensor_like
+from calib.runtime.files.state import State, StateError, dtype_named, tensor_like
+from calib.runtime.messages.dtype_name import dtype_name
 from calib.runtime.stages.contract import Transform
 from calib.runtime.stages.to_device import tensors_of, to_device
 from calib.runtime.stages.transform import Measured
@@ -99,7 +100,7 @@ class RowTransform:
     def state(self) -> State:
         """The rows' parameters, for a file; empty where none are measured."""
         own = {name: value for name, value in vars(self.stage).items() if isinstance(value, Tensor)}
-        return {"dtype": named(self.dtype)} | own if self.measured else {}
+        return {"dtype": dtype_name(self.dtype)} | own if self.measured else {}
 
     def restore(self, state: State) -> None:
         """Restores the parameters from `state`. Raises StateError for another dtype or shape, and for divisors that are too
@@ -108,7 +109,7 @@ class RowTransform:
             return
         self.dtype = dtype_named(state.get("dtype"))
         if self.dtype not in (torch.float16, torch.float32):
-            raise StateError(f"'dtype' of a transform is {named(self.dtype)}, expected float16 or float32")
+            raise StateError(f"'dtype' of a transform is {dtype_name(self.dtype)}, expected float16 or float32")
         own = {name: value.to(self.dtype) for name, value in vars(self.stage).items() if isinstance(value, Tensor)}
         found = {name: tensor_like(state, name, like) for name, like in own.items()}
         for name in DIVISORS & found.keys():

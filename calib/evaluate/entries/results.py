@@ -21,6 +21,7 @@ from calib.evaluate.cache_size import CacheSize
 from calib.evaluate.entries.entry import Entry, Given
 from calib.evaluate.tasks import Column
 from calib.runtime.files import canonical_json
+from calib.runtime.messages.dtype_name import dtype_name
 from calib.runtime.messages.printable import printable
 
 FORMAT = 1
@@ -71,7 +72,7 @@ class ResultsEntry(Entry):
 
     def check(self, given: Given, column: Column) -> None:
         """Raises UsageError if the answers are for another model, dtype or other cases than the column's."""
-        dtype = str(given.model.dtype).removeprefix("torch.")
+        dtype = dtype_name(given.model.dtype)
         for what, theirs, ours in (
             ("model", self.content["weights"], given.identity["weights"]),
             ("dtype", self.content["dtype"], dtype),
