@@ -7,7 +7,6 @@
 The 13B model has ALiBi instead of RoPE, which no Llama has.
 """
 
-import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +17,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from calib.capture.model_sizes import check_sizes
-from calib.convert.checkpoint import checkpoint_folder, read_json, rewrite, shards
+from calib.convert.checkpoint import checkpoint_folder, read, read_json, rewrite, shards
 from calib.convert.sentencepiece_tokenizer import sentencepiece_tokenizer
 from calib.errors import UsageError
 from calib.runtime.messages.printable import shortened
@@ -38,8 +37,8 @@ def convert(source: Path, output: Path) -> None:
     """Writes the checkpoint in `source` into the new folder `output`, tokenizer included.
 
     Raises:
-        UsageError: no folder, another model, weights that are not safetensors, a damaged or incomplete checkpoint, an
-            `output` that exists.
+        UsageError: no folder, another model, weights that are not safetensors, a damaged, unreadable or incomplete checkpoint,
+            an `output` that exists.
         RunError: `output` cannot be written.
     """
     if not source.is_dir():
@@ -57,7 +56,7 @@ def convert(source: Path, output: Path) -> None:
         tokenizer.save_pretrained(folder)
         for name in ("tokenizer.model", "generation_config.json"):
             if (source / name).is_file():
-                shutil.copyfile(source / name, folder / name)
+                (folder / name).write_bytes(read(source / name))
 
 
 def llama_config(found: Mapping[str, Any], source: Path) -> LlamaConfig:

@@ -35,12 +35,23 @@ def checkpoint_folder(output: Path) -> Iterator[Path]:
         raise RunError(f"'{output}' cannot be written ({error}); name another folder, or make room") from error
 
 
+def read(path: Path) -> bytes:
+    """Returns the content of a file; raises UsageError if it cannot be read."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise unreadable(path, error) from error
+
+
+def unreadable(path: Path, error: OSError) -> UsageError:
+    """Returns the error of a file of the given checkpoint that cannot be read."""
+    return UsageError(f"cannot read '{path}' ({error.strerror or error}); give the folder of the whole checkpoint")
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Returns the object in a JSON file; raises UsageError if the file cannot be read or holds anything else."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"cannot read '{path}' ({error.strerror}); give the folder of the whole checkpoint") from error
+        content = json.loads(read(path).decode())
     except (ValueError, RecursionError) as error:
         raise UsageError(f"'{path}' is not valid JSON ({error}); download it again") from error
     if not isinstance(content, dict):
@@ -86,7 +97,7 @@ def rewrite(
         expected: names and shapes of all tensors of the result.
 
     Raises:
-        UsageError: a damaged file, an unexpected tensor, shape or dtype, or a missing tensor.
+        UsageError: a damaged or unreadable file, an unexpected tensor, shape or dtype, or a missing tensor.
     """
     placed: dict[str, str] = {}
     size = 0
@@ -97,6 +108,8 @@ def rewrite(
             with safe_open(source / shard, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118  (no mapping)
                     tensors |= change(name, file.get_tensor(name))
+        except OSError as error:
+            raise unreadable(source / shard, error) from error
         except SafetensorError as error:
             raise UsageError(f"'{source / shard}' is damaged ({error}); download it again") from error
         for name, tensor in tensors.items():

@@ -125,6 +125,16 @@ def rewritten(name: str, content: bytes):
     return lambda folder: (folder / name).write_bytes(content)
 
 
+def unreadable(name: str):
+    """Makes a file one whose reading fails, also for root: a process's memory at address 0."""
+
+    def apply(folder: Path) -> None:
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).symlink_to("/proc/self/mem")
+
+    return apply
+
+
 def changed_tensors(change):
     def apply(folder: Path) -> None:
         shard = folder / "model-00001-of-00002.safetensors"
@@ -167,6 +177,9 @@ def elsewhere(folder: Path) -> None:
         ({}, rewritten("tokenizer.model", sentencepiece(characters=b"map")), 2, "or normalises characters"),
         ({}, rewritten("tokenizer.model", sentencepiece(prefix=1)), 2, "cannot be rebuilt together"),
         ({}, rewritten("model-00002-of-00002.safetensors", b"\x00" * 99), 2, "is damaged"),
+        ({}, unreadable("model-00002-of-00002.safetensors"), 2, "model-00002-of-00002.safetensors' (No such device"),
+        ({}, unreadable("generation_config.json"), 2, "cannot read '{own}/generation_config.json' (Input/output error); give the"),
+        ({}, unreadable("config.json"), 2, "cannot read '{own}/config.json' (Input/output error); give the"),
         ({}, changed_tensors(lambda found: {**found, "more": torch.ones(2)}), 2, "the tensor more [2], expected no such tensor"),
         ({}, changed_tensors(lambda found: dict(list(found.items())[1:])), 2, "and 0 more tensors"),
         ({"intermediate_size": 97}, None, 2, "expected [256, 97]"),
@@ -193,7 +206,7 @@ def test_what_is_refused_is_refused_in_one_line_and_leaves_nothing(tmp_path, cap
     if damage:
         damage(tmp_path / "own")
     assert main(["convert", "baichuan2", str(tmp_path / "own"), str(tmp_path / "llama")]) == status
-    error = capsys.readouterr().err.strip().splitlines()
+    error, line = capsys.readouterr().err.strip().splitlines(), line.replace("{own}", str(tmp_path / "own"))
     assert len(error) == 1 and error[0].startswith("calib: error: ") and line in error[0] and len(error[0]) < 400
     assert [path.name for path in tmp_path.iterdir()] == ["own"]
 
