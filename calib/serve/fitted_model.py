@@ -1,6 +1,9 @@
 """The model shape in an artifact, for comparison with the model that an engine serves, and the codecs of its chunks."""
 
+from typing import Any
+
 from calib.runtime.artifact.artifact import Artifact
+from calib.runtime.messages.printable import printable
 from calib.runtime.storage import Codec
 from calib.serve.slices import Slices
 
@@ -15,7 +18,6 @@ class FittedModel:
 
     Attributes:
         layers, kv_heads, head_dim: the model's shape.
-        positions: `max_position_embeddings` of the model.
         slices: the codecs, one for each slice of KV heads.
         identity: `Codec.identity` of the codec for all heads.
 
@@ -30,7 +32,7 @@ class FittedModel:
         self.layers: int = found["layers"]
         self.kv_heads: int = found["kv_heads"]
         self.head_dim: int = found["head_dim"]
-        self.positions: int = found["config"]["max_position_embeddings"]
+        self._config: dict[str, Any] = found["config"]
         self.slices = Slices(
             lambda heads: Codec.from_artifact(
                 loaded, bits, heads=heads, fixed_size=fixed_size, entropy=entropy, trellis=trellis
@@ -38,3 +40,16 @@ class FittedModel:
             self.kv_heads,
         )
         self.identity = self.slices.codec(range(self.kv_heads)).identity
+
+    def longest(self, positions: int | None) -> int:
+        """Returns the tokens of the longest text: `positions`, or where it is None the model's `max_position_embeddings`.
+
+        Raises ValueError if neither gives a whole number from 1.
+        """
+        found = self._config.get("max_position_embeddings") if positions is None else positions
+        if type(found) is not int or found < 1:
+            raise ValueError(
+                f"max_position_embeddings of the artifact's model is {printable(found)}, expected a whole number from 1; give "
+                'the tokens of the longest text as "positions"'
+            )
+        return found

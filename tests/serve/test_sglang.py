@@ -1,5 +1,7 @@
 """SGLang's storage backend: the calls of SGLang's cache controller, in every layout of its host memory."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from one_line import message
@@ -7,6 +9,7 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, HiCacheStorageE
 from sglang_engine import BITS, HEADS, KEYS, LAYERS, PAGE, D, config, pool_of, slots, storage, texts, told
 
 from calib.runtime import Codec
+from calib.runtime.files import canonical_json
 from calib.runtime.storage import Header
 from calib.serve.sglang.backend import Storage
 from calib.serve.sglang.pages import LAYOUTS
@@ -142,6 +145,21 @@ def test_wrong_options_are_one_line(path, tmp_path, fields, words):
     with pytest.raises(ValueError, match=words) as error:
         Storage(config(path, tmp_path, **fields), {})
     message(error)
+
+
+@pytest.mark.parametrize("longest", [{}, {"max_position_embeddings": 0}], ids=str)
+def test_a_model_that_says_no_longest_text_needs_the_option(artifact, tmp_path, longest):
+    found = {name: part for name, part in artifact.fingerprint["config"].items() if name != "max_position_embeddings"}
+    found |= longest
+    of_model = artifact.fingerprint | {"config": found, "config_hash": canonical_json.sha256(found)}
+    replace(artifact, fingerprint=of_model).save(tmp_path / "a.safetensors")
+    path = str(tmp_path / "a.safetensors")
+    with pytest.raises(
+        ValueError, match=r"^max_position_embeddings .* expected a whole number from 1; give .*positions"
+    ) as error:
+        Storage(config(path, tmp_path, positions=None), {})
+    message(error)
+    assert Storage(config(path, tmp_path, positions=1024), {})
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ class Chunks:
         self.options = options
         model = FittedModel(options.artifact, options.bits, fixed_size=True, trellis=options.trellis)
         self.layers, self.head_dim, self.slices = model.layers, model.head_dim, model.slices
-        self.positions = options.positions or model.positions
+        self.positions = model.longest(options.positions)
         self.refusals = Refusals(logger, "serde calib refuses a chunk")
 
     def layout(self, desc: MemoryLayoutDesc) -> Layout:

@@ -47,7 +47,7 @@ class Storage(HiCacheStorage):
                 "parallelism alone; serve it with another backend"
             )
         self._model = FittedModel(options.artifact, options.bits, entropy=options.entropy, trellis=options.trellis)
-        self._starts = Starts(self._options.positions or self._model.positions)
+        self._starts = Starts(self._model.longest(options.positions))
         self._rank, self._world = config.tp_rank, config.tp_size
         self._refusals = Refusals(logger, "calib refuses a page")
         self._identity = f"{self._model.identity} {config.model_name!r} {self._rank} {self._world}"
