@@ -16,6 +16,7 @@ from transformers.utils import logging
 
 from calib.capture.device_map import MaxMemory
 from calib.capture.gguf_rope import check_rope
+from calib.capture.gguf_tokens import without_unnamed_tokens
 from calib.capture.model_files import ModelFiles
 from calib.capture.model_sizes import check_sizes
 from calib.errors import UsageError
@@ -70,6 +71,7 @@ def load(
     check_complete(loaded, path)
     if found.gguf is not None:
         without_quantization(model)
+        without_unnamed_tokens(found, tokenizer, model)
     return model.eval().requires_grad_(False), tokenizer
 
 

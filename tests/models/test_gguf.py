@@ -2,6 +2,7 @@
 
 import json
 import struct
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,12 +11,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 gguf = pytest.importorskip("gguf", reason="needs the package gguf")  # not with the oldest releases
 
-from tiny_gguf import TEMPLATE, TOKENS, save_gguf  # noqa: E402
+from tiny_gguf import TEMPLATE, TOKENS, save_gguf, tiny_model  # noqa: E402
 from toy_language_model import save_text  # noqa: E402
 
 from calib.capture import model_files  # noqa: E402
+from calib.capture.gguf_tokens import without_unnamed_tokens  # noqa: E402
 from calib.capture.language_model import load  # noqa: E402
-from calib.capture.model_files import model_name  # noqa: E402
+from calib.capture.model_files import ModelFiles, model_name  # noqa: E402
 from calib.cli import main  # noqa: E402
 from calib.convert import gguf as conversion  # noqa: E402
 from calib.errors import RunError  # noqa: E402
@@ -124,6 +126,34 @@ def test_without_a_head_the_embeddings_are_tied(tmp_path, kind):
     for path in (tmp_path / "tiny.gguf", tmp_path / "plain"):
         found, _ = load(str(path), "float32")
         assert found.config.tie_word_embeddings and torch.allclose(found(IDS).logits, model(IDS).logits, atol=1e-6)
+
+
+def ends(model):
+    return [(of.bos_token_id, of.eos_token_id) for of in (model.config, model.generation_config)]
+
+
+def test_without_first_and_last_tokens_the_model_has_none(tmp_path, kind):
+    """Not 1 and 2, the ids of a LlamaConfig, which are letters here."""
+    save_gguf(tmp_path / "tiny.gguf", kind, ends=False)
+    assert main(["convert", "gguf", str(tmp_path / "tiny.gguf"), str(tmp_path / "plain")]) == 0
+    for path in (tmp_path / "tiny.gguf", tmp_path / "plain"):
+        assert ends(load(str(path), "float32")[0]) == 2 * [(None, None)]
+    save_gguf(tmp_path / "named.gguf", kind)
+    assert ends(load(str(tmp_path / "named.gguf"), "float32")[0]) == 2 * [
+        (TOKENS.index("<|start|>"), TOKENS.index("<|end|>"))
+    ]
+
+
+@pytest.mark.parametrize(("tokenizer", "expected"), [("llama", (1, 2)), ("gpt2", (None, None))])
+def test_a_sentencepiece_file_need_not_name_them(tmp_path, tokenizer, expected):
+    writer = gguf.GGUFWriter(tmp_path / "a.gguf", "llama")
+    writer.add_tokenizer_model(tokenizer)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    model, silent = tiny_model("llama"), SimpleNamespace(bos_token_id=None, eos_token_id=None)
+    without_unnamed_tokens(ModelFiles("a.gguf", str(tmp_path), "a.gguf", True), silent, model)
+    assert ends(model) == 2 * [expected]
 
 
 def test_a_missing_weight_is_one_line(tmp_path, capsys):

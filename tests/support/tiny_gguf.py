@@ -49,9 +49,10 @@ def save_gguf(
     quantised: bool = False,
     more: Callable[[gguf.GGUFWriter], None] = lambda writer: None,
     without: tuple[str, ...] = (),
+    ends: bool = True,
 ) -> PreTrainedModel:
     """Write the file and return its model; `quantised`: matrices in 8 bits (Q8_0), with a scale for 32 weights. `more` writes
-    further entries; `without` are weights that are left out."""
+    further entries; `without` are weights that are left out; `ends`: whether first, last and padding tokens are named."""
     model = tiny_model(kind)
     writer = gguf.GGUFWriter(path, kind)
     writer.add_block_count(SIZES["num_hidden_layers"])
@@ -69,9 +70,10 @@ def save_gguf(
     writer.add_token_list(TOKENS)
     writer.add_token_types([3 if token.startswith("<|") else 1 for token in TOKENS])
     writer.add_token_merges(["t h", "th e"])
-    writer.add_bos_token_id(TOKENS.index("<|start|>"))
-    writer.add_eos_token_id(TOKENS.index("<|end|>"))
-    writer.add_pad_token_id(TOKENS.index("<|end|>"))
+    if ends:
+        writer.add_bos_token_id(TOKENS.index("<|start|>"))
+        writer.add_eos_token_id(TOKENS.index("<|end|>"))
+        writer.add_pad_token_id(TOKENS.index("<|end|>"))
     writer.add_chat_template(TEMPLATE)
     more(writer)
     for name, tensor in model.state_dict().items():
