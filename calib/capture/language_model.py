@@ -11,6 +11,7 @@ from urllib.request import getproxies
 import huggingface_hub.constants
 import torch
 from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
+from torch.nn import ModuleList
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
@@ -69,6 +70,7 @@ def load(
                 raise UsageError(f"cannot load the model in '{path}' ({reason})") from error
             raise UsageError(why_the_hub_gave_none(path, error, reason)) from error
     check_complete(loaded, path)
+    check_used(loaded, model, path)
     if found.gguf is not None:
         without_quantization(model)
         without_unnamed_tokens(found, tokenizer, model)
@@ -87,6 +89,34 @@ def check_complete(loaded: dict[str, Any], path: str) -> None:
     if missing := sorted(loaded["missing_keys"]):
         more = f" and {len(missing) - 1} more weights" * (len(missing) > 1)
         raise UsageError(f"the model in '{path}' lacks {missing[0]}{more} of its configuration; {remedy}")
+
+
+def check_used(loaded: dict[str, Any], model: PreTrainedModel, path: str) -> None:
+    """Raises UsageError if the files have weights that change the model's outputs and that its configuration leaves out.
+
+    These are layers behind the last one, except those for multi-token prediction, and parameters that a module of the model can
+    have, such as a projection's bias. Other weights that transformers does not load pass: towers of other modalities, buffers of
+    older releases, scales of a quantised cache.
+    """
+    more = getattr(model.config.get_text_config(decoder=True), "num_nextn_predict_layers", None) or 0
+    if unused := sorted(name for name in loaded["unexpected_keys"] if left_out(name, model, more)):
+        others = f" and {len(unused) - 1} more weights" * (len(unused) > 1)
+        raise UsageError(
+            f"the model in '{path}' has {unused[0]}{others}, for which its configuration has no place; give all files of one "
+            "checkpoint, with its own config.json"
+        )
+
+
+def left_out(name: str, model: PreTrainedModel, more: int) -> bool:
+    """Returns whether `name` is a weight of a list's module behind its last one and `more`, or a parameter switched off."""
+    module: Any = model
+    *path, parameter = name.split(".")
+    for part in path:
+        children = dict(module.named_children())
+        if part not in children:
+            return isinstance(module, ModuleList) and part.isdecimal() and int(part) >= len(module) + more
+        module = children[part]
+    return parameter in module._parameters and module._parameters[parameter] is None
 
 
 def without_quantization(model: PreTrainedModel) -> None:

@@ -59,3 +59,37 @@ def test_tied_embeddings_are_stored_once(tmp_path):
     assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
     model, _ = load(str(tmp_path), "float32")
     assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_a_configuration_with_fewer_layers_than_the_file(folder, capsys):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
+    assert main(["generate", "--model", str(folder), "--method", "rtn", "--prompt", "the"]) == 2
+    error = capsys.readouterr().err
+    assert (
+        f"has model.layers.1.input_layernorm.weight and 8 more weights, for which its configuration has no place; {REMEDY}"
+        in error
+    )
+    assert error.count("\n") == 1
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1, "num_nextn_predict_layers": 1}))
+    assert len(load(str(folder), "float32")[0].model.layers) == 1  # the second is for multi-token prediction
+
+
+def test_a_bias_that_the_configuration_leaves_out(folder):
+    change(folder, lambda weights: weights.update({KEYS.replace("weight", "bias"): torch.ones(64)}))
+    with pytest.raises(
+        UsageError, match=r"has model\.layers\.1\.self_attn\.k_proj\.bias, for which its configuration has"
+    ):
+        load(str(folder), "float32")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.0.self_attn.rotary_emb.inv_freq", "model.layers.0.self_attn.k_scale", "model.mtp.0.norm.weight",
+        "vision_tower.layers.7.weight", "score.weight",
+    ],
+)  # fmt: skip
+def test_other_weights_that_are_not_loaded_pass(folder, name):
+    change(folder, lambda weights: weights.update({name: torch.ones(8)}))
+    assert load(str(folder), "float32")
