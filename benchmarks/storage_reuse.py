@@ -3,10 +3,10 @@
     python -m benchmarks.storage_reuse --model FOLDER [--artifact FILE] [--bits 3 2 1.5 1] [--prefix 512] [--write]
 
 FOLDER is SmolLM2 135M as `make smollm2-model` writes it, bfloat16; the artifact is the committed one. Texts are pages and code of
-this repository, which no fit has read. The prefix's keys and values are stored in chunks of 256 tokens, read back and attended by
-the next 128 tokens: KL of their predictions from those after the uncompressed prefix, in nats per token. With `sinks` 0 the first
-tokens of the text are coded as well; with `newest_exact` so many tokens before the question are replaced by the uncompressed ones,
-which the bytes do not count.
+this repository, which no fit has read; they are those of the checkout, so figures of two commits differ by their texts, too. The
+prefix's keys and values are stored in chunks of 256 tokens, read back and attended by the next 128 tokens: KL of their predictions
+from those after the uncompressed prefix, in nats per token. With `sinks` 0 the first tokens of the text are coded as well; with
+`newest_exact` so many tokens before the question are replaced by the uncompressed ones, which the bytes do not count.
 
 Starts: chunks of 1, 4, 16 and 256 tokens from each multiple of 256, with all multiples of 256 below 8,192 as candidates. `own` is
 the right start's score in octaves (`runtime/storage/start.py`), `margin` how much worse the best wrong one is, `near` the score of
