@@ -102,7 +102,7 @@ def check_used(loaded: dict[str, Any], model: PreTrainedModel, path: str) -> Non
     if unused := sorted(name for name in loaded["unexpected_keys"] if left_out(name, model, more)):
         others = f" and {len(unused) - 1} more weights" * (len(unused) > 1)
         raise UsageError(
-            f"the model in '{path}' has {unused[0]}{others}, for which its configuration has no place; give all files of one "
+            f"the model in '{path}' has {unused[0]}{others} that its configuration leaves out; give all files of one "
             "checkpoint, with its own config.json"
         )
 
