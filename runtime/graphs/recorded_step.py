@@ -1,7 +1,8 @@
 """A step recorded once and replayed: a CUDA graph, which the host starts with one call for all its kernels."""
 
-from collections.abc import Callable
-from contextlib import suppress
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, Protocol
 
@@ -24,25 +25,55 @@ class CudaGraph:
     def __init__(self, step: Callable[[], Any], stream: torch.cuda.Stream, memory: Any) -> None:
         """Records `step` on a side `stream`; `memory` is a pool shared by graphs that are replayed one after the other.
 
-        Raises whatever `step` raises, and RuntimeError for one that waits for the device or copies host memory to it.
+        Raises whatever `step` raises, and RuntimeError for one that waits for the device or uploads numbers (`upload`).
         """
         self.graph, self.stream, self.memory = torch.cuda.CUDAGraph(), stream, memory
         stream.wait_stream(torch.cuda.current_stream())
         # Not torch.cuda.graph, which first collects garbage and empties the allocator's cache: that takes as long as many steps.
-        with torch.cuda.stream(stream):
-            self.graph.capture_begin(pool=memory, capture_error_mode="thread_local")
+        with torch.cuda.stream(stream), _no_collection():
             try:
+                self.graph.capture_begin(pool=memory, capture_error_mode="thread_local")
                 self.result = step()
+                self.graph.capture_end()
             except BaseException:
-                with suppress(RuntimeError):
-                    self.graph.capture_end()
+                _ended(self.graph, stream, memory)
                 raise
-            self.graph.capture_end()
         torch.cuda.current_stream().wait_stream(stream)
 
     def replay(self) -> None:
         """Replays the graph; afterwards `result` holds this time's values."""
         self.graph.replay()
+
+
+# Failed graphs that torch's allocator of pinned memory still asks whether they are being recorded.
+_failed: list[torch.cuda.CUDAGraph] = []
+
+
+def _ended(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, memory: Any) -> None:
+    """Ends a recording that has failed.
+
+    If the step has waited for the device, `capture_end` raises. In torch 2.11 the allocator then goes on as if the graph were
+    recorded (pytorch/pytorch#180395): in the whole process it no longer frees memory that several streams used, and releases no
+    cached memory when there is too little.
+    """
+    with suppress(RuntimeError):
+        graph.capture_end()
+    with suppress(RuntimeError):  # raised where torch has ended it
+        torch._C._cuda_endAllocateToPool(stream.device.index, memory)
+        _failed.append(graph)
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Within the context no garbage is collected: a tensor in pinned memory that is freed while a step is recorded would add
+    copies and events to the graph (`pinned_kv`)."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 Record = Callable[[Callable[[], Any]], Recorded]

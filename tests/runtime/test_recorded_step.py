@@ -2,12 +2,16 @@
 
 import copy
 import gc
+import sys
+from contextlib import suppress
 
 import pooled_graphs
 import pytest
 import torch
-from toy_models import random_model
+from cases import BY_NAME
+from toy_models import left_padded, random_model
 
+from calib.kernels.upload import upload
 from calib.runtime import compress
 from calib.runtime.graphs import recorded_step, step_graphs
 
@@ -42,6 +46,95 @@ def test_a_pool_outlives_the_graphs_that_are_recorded_into_it(live):
     del record
     gc.collect()
     assert live[pool] == 0
+
+
+@pytest.mark.parametrize("ends_it", [False, True], ids=["torch leaves it", "torch ends it"])
+def test_a_recording_that_cuda_has_refused_is_ended_in_the_allocator(ends_it, live, monkeypatch):
+    """If a step waits for the device, `capture_end` raises, and torch 2.11 goes on allocating as if the graph were recorded. It may
+    also ask the graph later on, which is therefore kept."""
+    record, ended, kept = recorded_step.recorder(CUDA), [], []
+    monkeypatch.setattr(recorded_step, "_failed", kept)
+
+    def end(device: int, pool: object) -> None:
+        ended.append((device, pool))
+        if ends_it:
+            raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+
+    def capture_end(graph: pooled_graphs.PooledGraph) -> None:
+        with suppress(IndexError):  # it has ended already
+            graph.tape.end()
+        raise RuntimeError("operation failed due to a previous error during capture")
+
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", end)
+    monkeypatch.setattr(pooled_graphs.PooledGraph, "capture_end", capture_end)
+    for step in (
+        lambda: float(torch.ones(()).sum()),
+        lambda: torch.ones(2),
+    ):  # it fails; it hides that CUDA has refused it
+        with pytest.raises(RuntimeError, match=r"cannot be recorded|previous error"):
+            record(step)
+    (pool,) = live
+    assert ended == [(0, pool)] * 2
+    assert len(kept) == (0 if ends_it else 2)
+
+
+def test_no_garbage_is_collected_while_a_step_is_recorded(live):
+    """A tensor in pinned memory that is freed then would add copies to the graph."""
+    record, found = recorded_step.recorder(CUDA), []
+    record(lambda: found.append(gc.isenabled()))
+    with pytest.raises(ZeroDivisionError):
+        record(lambda: found.append(gc.isenabled()) or 1 / 0)
+    assert found == [False, False] and gc.isenabled()
+    gc.disable()
+    try:
+        record(lambda: None)
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+def test_numbers_are_not_uploaded_while_a_step_is_recorded(monkeypatch):
+    """torch records the copy, from memory that it keeps: all replays would read the same numbers."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="numbers are uploaded while a CUDA graph is recorded"):
+        upload([1, 2], torch.int64, CUDA)
+    assert upload([1, 2], torch.int64, CPU).tolist() == [1, 2]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("method", ["kivi-2", "mikv-16-2", "zipcache"])
+def test_no_recorded_step_uploads_numbers(method, monkeypatch):
+    """By the kernels for GPUs, interpreted: all numbers are among the step's inputs, or were uploaded by the step before."""
+    recording, uploaded = [], []
+
+    class Once:
+        """Runs a step where a graph would record it."""
+
+        def __init__(self, step):
+            recording.append(step)
+            self.result = step()
+            recording.clear()
+
+        def replay(self):
+            """No launch."""
+
+    def noted(numbers, dtype, device):
+        uploaded.append(bool(recording))
+        return upload(numbers, dtype, device)
+
+    monkeypatch.setenv("CALIB_KERNELS", "triton")
+    monkeypatch.setattr(step_graphs, "recorder", lambda device: Once)
+    for module in [module for name, module in sys.modules.items() if name.startswith("calib.")]:
+        if getattr(module, "upload", None) is upload:
+            monkeypatch.setattr(module, "upload", noted)
+    model = random_model("llama", num_hidden_layers=2)
+    with BY_NAME[method].open(model, graphs=True) as cache, torch.no_grad():
+        model(**left_padded([9, 20]), past_key_values=cache)
+        for number in range(5):
+            positions = torch.tensor(cache.sequences.lengths)[:, None]
+            model(input_ids=torch.full((2, 1), number), position_ids=positions, past_key_values=cache)
+        assert cache.graphs.replays and not cache.graphs.refused
+    assert uploaded and not any(uploaded)
 
 
 def test_nothing_records_on_a_cpu():
