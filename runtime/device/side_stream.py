@@ -33,11 +33,13 @@ class SideStream:
         stream = self._streams[self.device]
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
-            yield
-            for tensor in used:
-                tensor.record_stream(stream)
-            self._done = torch.cuda.Event()
-            self._done.record(stream)
+            try:
+                yield
+            finally:  # also if it fails: what is queued already still uses them
+                for tensor in used:
+                    tensor.record_stream(stream)
+                self._done = torch.cuda.Event()
+                self._done.record(stream)
 
     def wait(self) -> None:
         """Makes the main stream wait until the work so far is done; the host does not wait."""

@@ -4,7 +4,7 @@ On a CPU such work runs at once; the operations that a GPU would run on the side
 """
 
 import copy
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -88,3 +88,30 @@ def test_a_copy_waits_and_has_its_pages_in_host_memory(method, options, monkeypa
             pools = [stream.pool for stream in host.streams]
             held = storages([pool.tensors for pool in pools])
             assert held.keys() == storages(copied.store.on_host()).keys()
+
+
+def test_work_that_fails_is_waited_for_as_well(monkeypatch):
+    """What it has queued before still writes to the tensors: their memory must not be given away before that is done."""
+    recorded, events = [], []
+
+    class Stream:
+        def wait_stream(self, other):
+            """Does nothing."""
+
+    class Event:
+        def record(self, stream):
+            events.append(stream)
+
+    class Used:
+        def record_stream(self, stream):
+            recorded.append(stream)
+
+    stream, device = Stream(), torch.device("cuda", 0)
+    monkeypatch.setattr(SideStream, "_streams", {device: stream})
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    side = SideStream(device)
+    with pytest.raises(ZeroDivisionError), side.work(Used(), Used()):
+        raise ZeroDivisionError
+    assert recorded == [stream] * 2 and events == [stream] and side._done is not None
