@@ -5,7 +5,7 @@ The arithmetic is in `kernels/quantise`, the packing of codes into words in `ker
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache
 from typing import ClassVar
 
 import torch
@@ -237,9 +237,10 @@ def _of_clip(clip: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     return clip * (2 / (2**bits - 1)), -clip
 
 
-@lru_cache
+@cache
 def _of_number(clip: float, bits: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Scale and zero point of a clip that is a number; cached, because a step needs them in every layer."""
+    """Scale and zero point of a clip that is a number; cached, because a step needs them in every layer, and without a limit,
+    because a captured CUDA graph reads the tensors at their addresses."""
     return _of_clip(torch.full((1, 1, 1), clip, dtype=torch.float32, device=device), bits)
 
 

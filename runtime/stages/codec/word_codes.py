@@ -6,7 +6,7 @@ words. A code stands for a level of its component; levels are equally spaced in 
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Self
 
 import torch
@@ -99,10 +99,10 @@ class WordCodes(Codec):
         return _of_widths(self.level_bits, max(self.counts), device)[2]
 
 
-@lru_cache
+@cache
 def _of_widths(widths: tuple[int, ...], words: int, device: torch.device) -> Tensor:
     """The last level's index, the step and the value of level 0 of each component, for `words` words with fields of these `widths`:
-    float32 `[3, components]`."""
+    float32 `[3, components]`. Cached without a limit, because a captured CUDA graph reads the tensor at its address."""
     each = [width for width in widths for _ in range(words)]
     most, step = [2.0**width - 1 for width in each], [2.0 ** (1 - width) for width in each]
     return upload([most, step, [one / 2 - 1 for one in step]], torch.float32, device)
