@@ -17,11 +17,12 @@ from calib.kernels.powers import cdiv
 
 GROUPS, PARTS = 3, 4  # most groups of tokens, and most parts of the softmax, of a launch
 MOST_CHANNELS = 256
+MOST_OFFSET = 2**31  # of a token from the first one of its head, which the kernel computes in 32 bits
 KINDS = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def supports(query: Tensor, tokens: ExactTokens) -> bool:
-    """Whether the kernel supports these tokens: one dtype, contiguous channels, any mask, no gradient."""
+    """Whether the kernel supports these tokens: one dtype, contiguous channels, offsets in 32 bits, any mask, no gradient."""
     groups = tokens.groups
     kind, channels = groups[0].values.dtype, max(query.shape[3], groups[-1].values.shape[3])
     if kind not in KINDS or len(groups) > GROUPS or channels > MOST_CHANNELS or not 0 < query.shape[2] <= MOST_ROWS:
@@ -30,7 +31,10 @@ def supports(query: Tensor, tokens: ExactTokens) -> bool:
         if group.index is not None and group is not groups[0]:
             return False
         for part in (group.keys, group.values):
-            if part is not None and (part.dtype != kind or part.stride()[3] != 1 or part.requires_grad):
+            if part is None:
+                continue
+            *_, token, channel = part.stride()
+            if part.dtype != kind or channel != 1 or part.requires_grad or part.shape[2] * token >= MOST_OFFSET:
                 return False
     return not query.requires_grad
 

@@ -180,3 +180,11 @@ def test_what_is_not_served():
         torch.zeros(1, 2, 1, 32, requires_grad=True),
     ):
         assert not operation.exact_supported(query, replace(tokens, groups=(ExactGroup(part, part),)))
+
+
+def test_tokens_too_far_apart_for_offsets_of_32_bits_are_refused():
+    """As a projection leaves 2^19 tokens of 32 heads of 128 channels: a token's offset from its head's first is 2^12 a token."""
+    query, (heads, width) = torch.zeros(1, 32, 1, 128, dtype=torch.float16, device="meta"), (32, 128)
+    for count, served in ((2**19 - 1, True), (2**19, False)):
+        tokens = torch.empty(1, count, heads, width, dtype=torch.float16, device="meta").transpose(1, 2)
+        assert exact_triton.supports(query, ExactTokens((ExactGroup(tokens, tokens),))) is served
