@@ -150,8 +150,8 @@ for capability in CAPABILITIES:
 @pytest.mark.full
 def test_parts_are_read_behind_the_wait():
     """Programmatic dependent launch, read from the compiled instructions. On Hopper and later the kernel of exact tokens multiplies
-    before it waits (ACQBULK) for the packed tokens' parts; if it returns scores it waits first. The kernel of packed tokens lets
-    the next launch begin (PREEXIT) before its first load. Before Hopper neither instruction occurs."""
+    before it waits (ACQBULK) for the packed tokens' parts, and stores nothing before; if it returns scores it waits first. The
+    kernel of packed tokens lets the next launch begin (PREEXIT) before its first load. Before Hopper neither instruction occurs."""
     script = """
 from calib.kernels.ahead_of_time import CAPABILITIES, HOPPER, compiled, declared
 from calib.kernels.compiled_loop import code_and_loops, disassembled, name_of
@@ -162,7 +162,7 @@ for capability in CAPABILITIES:
         code, _ = code_and_loops(disassembled(compiled(found[name], capability))[0])
         waits = [at for at, line in enumerate(code) if name_of(line) == "ACQBULK"]
         says = [at for at, line in enumerate(code) if name_of(line) == "PREEXIT"]
-        loads = [at for at, line in enumerate(code) if name_of(line) == "LDG"]
+        loads, stores = ([at for at, line in enumerate(code) if name_of(line) == kind] for kind in ("LDG", "STG"))
         if capability < HOPPER:
             assert not waits and not says, (name, capability)
         elif name.startswith("4 bits"):
@@ -172,7 +172,7 @@ for capability in CAPABILITIES:
         else:
             (wait,) = waits
             products = [at for at, line in enumerate(code) if name_of(line) == "HMMA"]
-            assert products[0] < wait < loads[-1] and not says, (name, capability)
+            assert products[0] < wait < loads[-1] and wait < stores[0] and not says, (name, capability)
             assert capability > HOPPER or products[-1] < wait, (name, capability)
 """
     done = compiling("-c", script)
