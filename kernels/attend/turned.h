@@ -50,15 +50,18 @@ static void turned_tile(const Stream *keys, const Turn *turn, const int16_t *wor
     float tile[(MOST_CHANNELS + 2) * BATCH * LANES] __attribute__((aligned(64)));
     const float *axes[MOST_CHANNELS + 2]; /* matrix row of each number */
     int own = 0, dim = turn->head_dim, pairs = turn->pairs;
+    int there[BATCH]; /* tokens of each vector */
     floats size[BATCH];
-    for (int v = 0; v < BATCH; v++) size[v] = sizes ? load(sizes + v * LANES, left - v * LANES) : (floats){0} + 1;
+    for (int v = 0; v < BATCH; v++) {
+        there[v] = left < v * LANES ? 0 : left < (v + 1) * LANES ? left - v * LANES : LANES;
+        size[v] = sizes ? load(sizes + v * LANES, there[v]) : (floats){0} + 1;
+    }
     for (int field = 0; field * keys->wide < keys->channels; field++)
         for (int w = 0; w < count; w++, own++) {
             axes[own] = matrix + ((int64_t)field * keys->wide + w) * dim;
             for (int v = 0; v < BATCH; v++) {
                 const int16_t *word = words + field * keys->field + w * keys->word + v * LANES;
-                int there = left - v * LANES < 0 ? 0 : left - v * LANES;
-                floats code = codes_at(word, keys->masks[field], there >= LANES ? LANES : there) * keys->units[field];
+                floats code = codes_at(word, keys->masks[field], there[v]) * keys->units[field];
                 store(tile + own * wide + v * LANES, code * size[v], LANES);
             }
         }
