@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from calib.kernels.attend.decode_mixture import (
+    LEAST_STEP,
     mixed_by_channel,
     mixed_by_token,
     mixed_coefficients,
@@ -173,7 +174,7 @@ def attend(
     top, mass, largest = (
         tl.full([M], NOTHING, tl.float32),
         tl.zeros([ROWS, M], tl.float32),
-        tl.full([], 0.0, tl.float32),
+        tl.full([], LEAST_STEP, tl.float32),
     )
     mixed, zeros, total = no_mixture(VALUE_WIDTHS, VALUE_GROUPS, VALUE_SIZED, WVP, M)
     ranked = ()

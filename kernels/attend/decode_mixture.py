@@ -12,7 +12,11 @@ import triton.language as tl
 from calib.kernels.attend.loads import channel_numbers, folded_mixture, plane_numbers
 from calib.kernels.attend.stacked_mixture import no_rows
 from calib.kernels.attend.tile_products import ROWS, code_product, rows_joined, tokens_of
-from calib.kernels.attend.unpack import plane_count, unit_of
+from calib.kernels.attend.unpack import LEAST_EXPONENT, plane_count, unit_of
+
+# The least step that is not 0, and the first value of the largest so far: mixtures in its units keep the zero points of tokens with
+# step 0, whose channels are all equal.
+LEAST_STEP = tl.constexpr(2.0**-LEAST_EXPONENT)
 
 
 @triton.jit
@@ -60,7 +64,7 @@ def mixed_by_token(
         most = largest
         for j in tl.static_range(GROUPS):
             most = tl.maximum(most, tl.max(tl.where(inside, steps[j], 0.0), 0))
-        share = 1 / tl.maximum(most, 1.0e-30)
+        share = 1 / most
         kept = stays * (largest * share)
         largest = most
     new, new_zeros = (), ()

@@ -54,6 +54,16 @@ def test_blocks_in_many_runs_with_scores_and_masks(page, whole_pages, monkeypatc
     assert_same(query, keys, values, span, scored=True, precise=True)
 
 
+@pytest.mark.parametrize("constant", [slice(0, 2), slice(0, 3)], ids=["first pages", "all pages"])
+def test_tokens_whose_channels_are_all_equal(constant):
+    """Such tokens have a step of 0 and their value as zero point, times the page's scales of channels."""
+    keys, values = block(40, 4)
+    values.stream.parameters[constant, ..., 0] = 0
+    zero_points, scales = values.stream.parameters[constant, ..., 1:], values.stream.scales[constant]
+    values.tokens[constant] = zero_points.double() * scales.double()
+    assert_same(asked(keys), keys, values, whole(keys, [0, 1, 2]), precise=True)
+
+
 def test_what_lies_behind_the_last_page_is_not_read():
     """A page of 20 tokens ends inside a turn of 32. Memory behind the last page holds NaN, which must not reach the result."""
     keys, values = block(20, 4)
