@@ -83,19 +83,20 @@ def _size_numbers(weighted):
     return number
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["lines"])
 def project(
     X, MEAN, UNIT, INTO, SCALE, WEIGHTS, FIRST, WORDS, COMPONENTS, NUMBERS,
-    tokens, heads, row_words, row_stride, head_stride, token_stride,
+    tokens, heads, lines, row_words, row_stride, head_stride, token_stride,
     WIDTHS: tl.constexpr, FIELDS: tl.constexpr, W: tl.constexpr, WP: tl.constexpr, D: tl.constexpr, NP: tl.constexpr,
     SIZED: tl.constexpr, CODED: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """X is `[rows, heads, tokens, D]`, MEAN and UNIT `[heads, D]`, INTO `[heads, D, FIELDS * W]`, SCALE and WEIGHTS
     `[heads, FIELDS * W]`, FIRST the offset of each head's words in a row. Store WORDS `[rows, tokens, row_words]` if CODED, else
     COMPONENTS `[rows, heads, tokens, FIELDS * W]`. SIZED: components are divided by the tokens' sizes, whose NUMBERS
-    `[rows, heads, tokens]` are stored."""
+    `[rows, heads, tokens]` are stored. Programs are numbered on one axis, the `lines` = rows * heads fastest: a second axis would
+    be limited to 65,535 blocks of tokens."""
     N: tl.constexpr = FIELDS * W
-    of_row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    of_row, block = (tl.program_id(0) % lines).to(tl.int64), tl.program_id(0) // lines
     row, head = of_row // heads, of_row % heads
     lanes = block * BN + tl.arange(0, BN)
     inside = lanes < tokens
@@ -169,9 +170,10 @@ def projected(
         constants = constants_of(widths, counts, channels, numbers is not None, coded)
         with torch.cuda.device_of(x):  # Triton launches on the current device
             launch(
-                project, (rows * heads, triton.cdiv(tokens, constants["BN"])),
+                project, (rows * heads * triton.cdiv(tokens, constants["BN"]),),
                 x, *projection.tensors(), projection.scale if weights is None else weights, first_words(counts, x.device),
-                found, found, found if numbers is None else numbers, tokens, heads, sum(counts), *x.stride()[:3],
+                found, found, found if numbers is None else numbers, tokens, heads, rows * heads, sum(counts),
+                *x.stride()[:3],
                 **constants, num_warps=WARPS,
             )  # fmt: skip
     return found, numbers
@@ -195,7 +197,9 @@ def _specialisation(
         "FIRST": "*i32",
     }
     types |= dict.fromkeys(("WORDS", "NUMBERS"), "*i16") | {"COMPONENTS": "*fp32"}
-    types |= dict.fromkeys(("tokens", "heads", "row_words", "row_stride", "head_stride", "token_stride"), "i32")
+    types |= dict.fromkeys(
+        ("tokens", "heads", "lines", "row_words", "row_stride", "head_stride", "token_stride"), "i32"
+    )
     constants = constants_of(widths, (words, words), channels, sized, coded)
     return Specialisation(project, types, constants, warps=WARPS)
 

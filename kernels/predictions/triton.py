@@ -39,20 +39,21 @@ def last_of(widths, plane):
     return (1 << level_bits(widths, plane)) - 1
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["tokens", "lines"])
 def take_off(
     WORDS, FIRST, SIZES, TABLE, UNIT, VALUES, OUT,
-    heads, tokens, word_row, size_row, value_row, value_head, value_token,
+    heads, tokens, lines, word_row, size_row, value_row, value_head, value_token,
     WIDTHS: tl.constexpr, ROW: tl.constexpr, PIECE: tl.constexpr, W: tl.constexpr, WP: tl.constexpr, SIZE_WORDS: tl.constexpr,
     D: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """Stores OUT `[rows, heads, tokens, D]`. ROW and SIZE_WORDS are the strides of tokens in WORDS and SIZES; TABLE is
-    `[heads, planes * W, D]`, UNIT `[heads, D]`."""
+    `[heads, planes * W, D]`, UNIT `[heads, D]`. The first axis of programs is `lines` = rows * heads, fastest, times blocks of
+    tokens: another axis would be limited to 65,535 of these."""
     N: tl.constexpr = plane_count(WIDTHS) * W
-    of_row = tl.program_id(0)
+    of_row, block = tl.program_id(0) % lines, tl.program_id(0) // lines
     row, head = (of_row // heads).to(tl.int64), of_row % heads
-    token = tl.program_id(1) * BN + tl.arange(0, BN)
-    channels = tl.program_id(2) * BD + tl.arange(0, BD)
+    token = block.to(tl.int64) * BN + tl.arange(0, BN)
+    channels = tl.program_id(1) * BD + tl.arange(0, BD)
     words = tl.arange(0, WP)
     there, here = token < tokens, channels < D
     first, own = own_words(FIRST, head, 0, words, W, PIECE)
@@ -74,9 +75,7 @@ def take_off(
     unit = tl.load(UNIT + head * D + channels, mask=here, other=0.0)
     predicted = total.to(tl.float32) * unit[None, :] * sizes[:, None]
     inside = there[:, None] & here[None, :]
-    at = (
-        row * value_row + head.to(tl.int64) * value_head + token[:, None].to(tl.int64) * value_token + channels[None, :]
-    )
+    at = row * value_row + head.to(tl.int64) * value_head + token[:, None] * value_token + channels[None, :]
     values = tl.load(VALUES + at, mask=inside, other=0.0).to(tl.float32)
     to = OUT + (of_row.to(tl.int64) * tokens + token)[:, None] * D + channels[None, :]
     tl.store(to, values - predicted, mask=inside)
@@ -104,9 +103,9 @@ def unpredicted(values: Tensor, keys: PackedStream, predicted: PredictedValues) 
     constants = constants_of(keys, channels)
     with launching_on(values):
         launch(
-            take_off, (rows * heads, cdiv(tokens, TOKENS), cdiv(channels, constants["BD"])),
+            take_off, (rows * heads * cdiv(tokens, TOKENS), cdiv(channels, constants["BD"])),
             words, first_words(keys.counts, values.device), sizes, predicted.table, predicted.unit, values, found,
-            heads, tokens, words.stride(0), sizes.stride(0), *values.stride()[:3],
+            heads, tokens, rows * heads, words.stride(0), sizes.stride(0), *values.stride()[:3],
             **constants, num_warps=WARPS, enable_fp_fusion=False,
         )  # fmt: skip
     return found
@@ -128,7 +127,9 @@ def _specialisation(channels: int = 128, trellis: bool = False) -> Specialisatio
     keys = replace(own, trellis=trellis, sizes=torch.empty(1, 1, 64, 1, dtype=torch.int16, device="meta"))
     types = dict.fromkeys(("WORDS", "SIZES", "TABLE"), "*i16") | dict.fromkeys(("UNIT", "OUT"), "*fp32")
     types |= {"FIRST": "*i32", "VALUES": "*bf16"}
-    types |= dict.fromkeys(("heads", "tokens", "word_row", "size_row", "value_row", "value_head", "value_token"), "i32")
+    types |= dict.fromkeys(
+        ("heads", "tokens", "lines", "word_row", "size_row", "value_row", "value_head", "value_token"), "i32"
+    )
     return Specialisation(take_off, types, constants_of(keys, channels, interpreted=False), warps=WARPS, fusion=False)
 
 

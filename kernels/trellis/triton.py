@@ -66,22 +66,24 @@ def _error(steps, z: tl.constexpr, HALF: tl.constexpr):
     return left * left
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["lines"])
 def search(
-    Y, WEIGHTS, FIRST, WAYS, WORDS, tokens, heads, row_words,
+    Y, WEIGHTS, FIRST, WAYS, WORDS, tokens, heads, lines, row_words,
     WIDTHS: tl.constexpr, FIELDS: tl.constexpr, W: tl.constexpr, EXTRA: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Viterbi search. Y is `[rows, heads, tokens, FIELDS * W]`, WEIGHTS `[heads, FIELDS * W]`, WAYS scratch memory with a byte per
-    component and lane of all programs. Stores WORDS `[rows, tokens, row_words]`. FIRST: offset of each head's words in a row."""
-    of_row, block = tl.program_id(0), tl.program_id(1)
+    component and lane of all programs. Stores WORDS `[rows, tokens, row_words]`. FIRST: offset of each head's words in a row.
+    Programs are numbered on one axis, the `lines` = rows * heads fastest: a second axis would be limited to 65,535 blocks of
+    tokens."""
+    of_row, block = tl.program_id(0) % lines, tl.program_id(0) // lines
     head, lanes = of_row % heads, block * BN + tl.arange(0, BN)
     mask = lanes < tokens
     first = tl.load(FIRST + head)
     own = tl.load(FIRST + head + 1) - first
     y = Y + (of_row.to(tl.int64) * tokens + lanes) * (FIELDS * W)
     weights = WEIGHTS + head * (FIELDS * W)
-    room = tl.num_programs(0).to(tl.int64) * tl.num_programs(1) * BN
-    ways = WAYS + (of_row.to(tl.int64) * tl.num_programs(1) + block) * BN + tl.arange(0, BN)
+    room = tl.num_programs(0).to(tl.int64) * BN
+    ways = WAYS + tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN)
 
     nothing = tl.zeros([BN], tl.float32)
     far = tl.full([BN], _FAR, tl.float32)
@@ -127,14 +129,14 @@ def trellis_words(y: Tensor, widths: Widths, counts: tuple[int, ...], weights: T
     """As `operation.trellis_words`."""
     rows, heads, tokens, components = y.shape
     words = torch.empty(rows, 1, tokens, sum(counts), dtype=torch.int16, device=y.device)
-    grid = (rows * heads, triton.cdiv(tokens, TOKENS))
-    ways = torch.empty(components * grid[0] * grid[1] * TOKENS, dtype=torch.uint8, device=y.device)
+    grid = (rows * heads * triton.cdiv(tokens, TOKENS),)
+    ways = torch.empty(components * grid[0] * TOKENS, dtype=torch.uint8, device=y.device)
     if words.numel():
         with torch.cuda.device_of(y):  # Triton launches on the current device
             launch(
                 search, grid,
-                y.contiguous(), weights.contiguous(), first_words(counts, y.device), ways, words, tokens, heads, sum(counts),
-                **constants_of(widths, counts), num_warps=1, enable_fp_fusion=False,
+                y.contiguous(), weights.contiguous(), first_words(counts, y.device), ways, words, tokens, heads, rows * heads,
+                sum(counts), **constants_of(widths, counts), num_warps=1, enable_fp_fusion=False,
             )  # fmt: skip
     return words
 
@@ -147,8 +149,8 @@ def constants_of(widths: Widths, counts: tuple[int, ...]) -> dict[str, object]:
 
 def _specialisation(widths: Widths, counts: tuple[int, ...]) -> Specialisation:
     types = dict.fromkeys(("Y", "WEIGHTS"), "*fp32") | {"FIRST": "*i32", "WAYS": "*u8", "WORDS": "*i16"}
-    types |= dict.fromkeys(("tokens", "heads", "row_words"), "i32")
-    return Specialisation(search, types, constants_of(widths, counts), warps=1)
+    types |= dict.fromkeys(("tokens", "heads", "lines", "row_words"), "i32")
+    return Specialisation(search, types, constants_of(widths, counts), warps=1, fusion=False)
 
 
 SPECIALISATIONS = {
