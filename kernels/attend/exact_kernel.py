@@ -56,7 +56,7 @@ def exact(
         first = tl.program_id(2) * DVP
         if DV % DVP:
             inside = channels < DV - first
-    row, head = (of_row // heads).to(tl.int64), of_row % heads
+    row, head = (of_row // heads).to(tl.int64), (of_row % heads).to(tl.int64)
     rows = block * M + tl.arange(0, M)
     valid = rows < query_rows
     base = of_row.to(tl.int64)
