@@ -40,7 +40,8 @@ def supports(query_rows: int, keys: PackedStream, values: PackedStream, rope_tab
 
     Supported are codes of any widths and exact tokens; float16 parameters per token for groups of channels that are whole planes,
     or per channel for groups of at least 16 tokens or of a page; no parameters where all heads share a row of words (`counts`).
-    `scales` only of values with parameters per token. Keys that are rotated (`rope_tables`) must be codes without parameters.
+    `scales` only of values with parameters per token. Keys that are rotated (`rope_tables`) must be codes without parameters,
+    and a page a multiple of `LEAST` tokens.
     `sizes` only of such keys, and of values that are codes without parameters."""
     if query_rows > MOST_ROWS:
         return False
@@ -53,7 +54,7 @@ def supports(query_rows: int, keys: PackedStream, values: PackedStream, rope_tab
 
 def _reads(keys: PackedStream, values: PackedStream, rope_tables: bool) -> bool:
     """`supports` without the check of the number of query rows."""
-    if rope_tables and not _are_plain_codes(keys):
+    if rope_tables and (not _are_plain_codes(keys) or keys.pages.shape[2] % LEAST):
         return False
     if keys.ranked is not None and (rope_tables or keys.counts is not None):  # the vectors' order is that of channels
         return False

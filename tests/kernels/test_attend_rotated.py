@@ -121,3 +121,11 @@ def test_exact_keys_are_not_turned():
     values = stored(NARROW, 2)
     exact = operation.PackedStream(operation.EXACT, torch.zeros(1, HEADS, PAGE, 32), 32)
     assert triton.supports(1, exact, values.stream) and not triton.supports(1, exact, values.stream, rope_tables=True)
+
+
+@pytest.mark.parametrize(("page", "served"), [(16, True), (48, True), (60, False)])
+def test_pages_of_turned_keys_are_whole_turns(page, served):
+    """A matrix instruction takes 16 tokens, and a turn of rotated keys ends with its page."""
+    words = torch.zeros(2, 1, page, 12, dtype=torch.int16)
+    stream = operation.PackedStream((4, 4, 4, 4), words, 24, counts=(6, 6))
+    assert triton.supports(1, stream, stream) and triton.supports(1, stream, stream, rope_tables=True) == served
