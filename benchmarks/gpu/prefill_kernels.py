@@ -146,7 +146,7 @@ def elements_of(launch: Launch) -> int:
         turns = turns_of(launch)
         return (turns[EDGE] + turns[INSIDE]) * int(given["OWNED"] * given["STREAMED"])
     if launch["kernel"] == PROJECTED:
-        return int(given["tokens"] * grid[0] * given["D"])
+        return int(given["tokens"] * given["lines"] * given["D"])
     if launch["kernel"] == SELECTED:
         return int(given["tokens"] * grid[0])
     if launch["kernel"] == MEASURED:

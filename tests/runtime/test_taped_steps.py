@@ -34,6 +34,8 @@ WIDER = {
     "rtn": (Case("rtn-wider", "rtn", 0.0, {"bits": 4}), 251),
 }
 
+FUSED = {"enable_fp_fusion": True}  # what every launch has unless it says otherwise
+
 # Arguments that kernels fill, which do not run here.
 NOT_FILLED = {"PLACED", "WAYS"}
 
@@ -260,7 +262,7 @@ class TestWhatIsRecorded:
         (first, grid, options), (second, other, none) = seen[2:]
         assert [part.tolist() for part in first] == [[2.0] * 3, [1.0, 2.0], [7.0, 7.0]]
         assert [part.tolist() for part in second] == [[[3.0, 3.0]] * 2, [3.0, 3.0]]
-        assert (grid, other, options, none) == ((1, 2), (3,), {"WIDE": 4}, {})
+        assert (grid, other, options, none) == ((1, 2), (3,), {"WIDE": 4} | FUSED, FUSED)
         # If the step has no shared tensor that the tape needs, nothing is launched.
         assert tape.run((query, values), Shown({})) is None and len(seen) == 4
 
@@ -273,7 +275,7 @@ class TestWhatIsRecorded:
 
         class Kernel:
             def __getitem__(self, grid):
-                return lambda out, *rest: out.fill_(1)
+                return lambda out, *rest, **options: out.fill_(1)
 
         def layer():
             out = torch.empty(4)
