@@ -26,7 +26,7 @@ def pytest_runtest_makereport(item, call):
     """After a test that has lost the device, stop; a process of pytest-xdist ends, and xdist continues in a new one."""
     report = yield
     if report.failed and is_lost():
-        if "PYTEST_XDIST_WORKER" in os.environ:
+        if hasattr(item.config, "workerinput"):
             item.config.pluginmanager.getplugin("capturemanager").suspend_global_capture()
             print(f"\n{item.nodeid}: {STOPPED}: {call.excinfo.exconly()}", file=sys.stderr, flush=True)
             os._exit(1)
