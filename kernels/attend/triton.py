@@ -40,6 +40,7 @@ def supports(query_rows: int, keys: PackedStream, values: PackedStream, rope_tab
 
     Supported are codes of any widths and exact tokens; float16 parameters per token for groups of channels that are whole planes,
     or per channel for groups of at least 16 tokens or of a page; no parameters where all heads share a row of words (`counts`).
+    An even number of float16 low-rank coefficients must be aligned to 4 bytes, as float16 parameters must.
     `scales` only of values with parameters per token. Keys that are rotated (`rope_tables`) must be codes without parameters,
     and a page a multiple of `LEAST` tokens.
     `sizes` only of such keys, and of values that are codes without parameters."""
@@ -161,8 +162,11 @@ def room(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype = torc
 
 
 def _read(stream: PackedStream) -> bool:
-    held = (stream.pages, stream.parameters, coefficients_of(stream), stream.scales, stream.sizes)
+    coefficients = coefficients_of(stream)
+    held = (stream.pages, stream.parameters, coefficients, stream.scales, stream.sizes)
     if rank_of(stream) > MOST_RANK or not all(map(_by_token, held)):
+        return False
+    if coefficients is not None and not _singly(coefficients) and not _in_pairs(coefficients):
         return False
     if stream.bits == EXACT:
         return stream.pages.dtype in (torch.float16, torch.bfloat16, torch.float32) and stream.parameters is None
@@ -190,9 +194,14 @@ def _by_token(pages: Tensor | None) -> bool:
     return (rows == 1 or row == width) and (width == 1 or number == 1)
 
 
-def _in_pairs(parameters: Tensor) -> bool:
-    """Whether every token's float16 numbers are aligned to 4 bytes."""
-    return parameters.data_ptr() % 4 == 0 and all(step % 2 == 0 for step in parameters.stride()[:2])
+def _singly(coefficients: Tensor) -> bool:
+    """Whether the kernel reads a token's coefficients one by one, not in pairs (`loads.token_coefficients`)."""
+    return coefficients.dtype != torch.float16 or coefficients.shape[-1] % 2 == 1
+
+
+def _in_pairs(numbers: Tensor) -> bool:
+    """Whether every token's float16 numbers, which the kernel reads two at once, are aligned to 4 bytes."""
+    return numbers.data_ptr() % 4 == 0 and all(step % 2 == 0 for step in numbers.stride()[:2])
 
 
 def _folding(fold: CodeFold | None) -> tuple[Tensor | None, ...]:

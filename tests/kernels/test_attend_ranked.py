@@ -114,3 +114,15 @@ def test_more_vectors_than_are_served():
         for rank in (triton.MOST_RANK, triton.MOST_RANK + 1)
     )
     assert triton.supports(1, few, few) and not triton.supports(1, few, many) and not triton.supports(1, many, few)
+
+
+def test_coefficients_between_words_of_four_bytes():
+    """An even number of float16 coefficients is read in pairs, as 4-byte words: at an odd offset that address is misaligned."""
+    pages = pages_of(Kind(4, "fixed"), (1, HEADS, PAGE, 32), 1)
+    for rank, dtype, served in ((4, torch.float16, False), (3, torch.float16, True), (4, torch.float32, True)):
+        stream = ranked(pages, rank, 2, dtype=dtype).stream
+        shape = stream.ranked.coefficients.shape
+        moved = torch.zeros(1 + shape.numel(), dtype=dtype)[1:].view(shape)
+        other = replace(stream, ranked=replace(stream.ranked, coefficients=moved))
+        assert triton.supports(1, stream, stream)
+        assert triton.supports(1, other, stream) == triton.supports(1, stream, other) == served
