@@ -148,7 +148,7 @@ $(SMOLLM2)/config.json: | .venv/dev.stamp
 tables: .venv/dev.stamp fit  ## calibrated ranges compared with measured ones; TEXT=FILE measures on that text and writes the table of docs/results
 	$(BIN)/python -m benchmarks.clip_table $(if $(TEXT),--text $(TEXT) --natural-spacing --write)
 
-importance: .venv/dev.stamp  ## bits by importance: the table of docs/results/importance; ten minutes
+importance: .venv/dev.stamp  ## bits by importance: the table of docs/results/importance; half an hour
 	$(BIN)/calib eval --config eval/importance.yaml --output runs/eval/importance
 	cp runs/eval/importance/report.md docs/results/importance/table.md
 	cp runs/eval/importance/results.json benchmarks/results/importance.json
