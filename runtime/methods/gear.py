@@ -155,6 +155,8 @@ class Gear(Method):
         """Bits per value by the paper's formula, mean of keys and values, for variant "paper" and for the backbones "uniform" and
         "channel" without corrections; None otherwise."""
         bits, kept = self._bits(), PerStream(*map(self._corrections().of, STREAMS))
+        if self.statistics == "calibrated" and any(own.rank for own in kept):
+            return None  # the artifact's bases are not stored with the cache, and coefficients are of each head
         if self.variant == "paper" and self.backbone in (None, "uniform"):
             ratios = (
                 gear_ratio(width, own.outliers, own.rank, cache.width, cache.length)
