@@ -101,6 +101,7 @@ SCENARIOS = [
     zipcache(salient_set="layer", scope="layer", gqa=1, tokens=2),
     zipcache("turns", salient_set="layer", scope="layer", tiers=THREE, tokens=2),
     zipcache("pages", salient_set="layer", scope="layer", refresh=False),
+    zipcache(salient_set="layer", scope="layer", value_scale="tier"),  # Algorithms 1 and 2 as they are written
     others("mikv"),
     others("mikv", important=8, retained=4, gqa=1),
     others("mikv", important=4, retained=3, ratio=0.5),
