@@ -55,9 +55,9 @@ class TopBlocksStore(OffloadStore):
         size, initial = self.policy.block, self.low.tiering.initial
         block = torch.arange(max(blocks), device=query.device)
         missing = block >= forward.tensor(f"blocks of {rows}", lambda _: blocks, query.device)[:, None, None]
-        if logits.sliding is not None:  # blocks outside the model's own sliding window are not chosen
+        if logits.sliding is not None:  # blocks of which the first query sees no token are not chosen
             held = forward.tensor(f"held by {rows}", lambda step: [step.before[row] for row in rows], query.device)
-            missing = missing | (initial + (block + 1) * size <= held[:, None, None] - logits.sliding)
+            missing = missing | (initial - 1 + (block + 1) * size <= held[:, None, None] - logits.sliding)
         scores = scores.masked_fill(missing, -torch.inf)
         numbers = top_k(scores, min(self.policy.fetched, max(blocks)))
         tokens = initial + numbers[..., None] * size + torch.arange(size, device=query.device)

@@ -231,6 +231,9 @@ class InfLLMRow(Row):
             1, (held, -1)
         )
         scores, sizes = block_scores(query, keys, self.attending.scale)
+        if self.attending.sliding is not None:  # candidates: blocks of which the first query sees the last token
+            last = torch.tensor([int(self.blocks.of(number)[-1]) for number in range(held)])
+            scores = scores.masked_fill(last <= self.length - self.attending.sliding, -torch.inf)
         doubts = torch.stack(self.doubtful, 1)
         kept = torch.ones(met.shape[:2], dtype=torch.bool)
         start, stop = self.blocks.initial, self.blocks.first_local(self.length)
@@ -244,7 +247,7 @@ class InfLLMRow(Row):
             noise = LOGIT[self.keys.dtype] * float(sizes[head].max())
             # With doubtful representatives, scores are not certain, and any choice is accepted.
             noise = torch.inf if doubts[head].any() else noise
-            tally.compare(own, min(self.fetched, held), found, noise, spot)
+            tally.compare(own, min(self.fetched, int(own.isfinite().sum())), found, noise, spot)
             kept[head, start:stop] = False
             kept[head, positions] = True
         return kept

@@ -216,7 +216,7 @@ def specache(walk: str = "guesses", gqa: int = 2, dtype: torch.dtype = torch.flo
 
 def infllm(walk: str = "steps", gqa: int = 2, dtype: torch.dtype = torch.float32, **rest: Any) -> Scenario:
     """An InfLLM scenario with a short window and small blocks, most of which are not fetched."""
-    own = {name: rest.pop(name) for name in ("softcap", "layers", "rope") if name in rest}
+    own = {name: rest.pop(name) for name in ("softcap", "sliding", "layers", "rope") if name in rest}
     usual = {"initial": 4, "window": 24, "block": 8, "representatives": 2, "fetched": 3, "prefill": "exact"}
     return Scenario("infllm", usual | rest, walk, gqa, dtype, **own)
 
