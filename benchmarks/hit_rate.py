@@ -7,7 +7,7 @@ SpeCache over a 1-bit copy (g = 64) of the embedded model decodes given tokens o
 scored against the exact keys on the host. Counted is the attention on encoded tokens, summed over heads and steps, and the share of
 it on the k tokens of each KV head that
 
-- `speculative`: SpeCache fetched in the step before, by the query of the speculative token,
+- `guess`: SpeCache fetched in the step before, by the query of the speculative token,
 - `within the step`: are fetched by the same query's scores in the low-bit copy (a separate run),
 - `greedy eviction`: H2O would have kept: those with the most attention so far, where a dropped token never returns,
 - `best`: have the most attention.
@@ -210,7 +210,7 @@ def main() -> None:
         for k in FETCHED:
             found = measure(model, content, k, True) | measure(model, content, k, False)
             rows.append({"task": task, "k": k, **found})
-            print(f"{task}, k = {k}, guesses: {found['speculator']}", flush=True)
+            print(f"{task}, k = {k}, guesses: {found['guesses']}", flush=True)
             for name in SERIES:
                 print(f"  {name:<16}", *(f"{share:6.3f}" for share in found[name]["mass"]), flush=True)
     if asked.write:
