@@ -37,7 +37,7 @@ class InfLLM(Method):
         block: tokens that leave the device together.
         representatives: keys that represent a block.
         fetched: blocks fetched for a chunk; with 0 it is StreamingLLM that drops whole blocks.
-        positions: "cache" as published, or "original" for models whose RoPE cannot be rotated.
+        positions: "cache" (step 5), or "original" for models whose RoPE cannot be rotated.
         prefill: "blocks" as published, so that a prompt may be longer than the trained context; "exact" attends a prompt as the
             model itself does.
         chunk: tokens that are encoded together with `prefill="blocks"`.
