@@ -11,6 +11,7 @@ from sglang_engine import BITS, HEADS, KEYS, LAYERS, PAGE, D, config, pool_of, s
 from calib.runtime import Codec
 from calib.runtime.files import canonical_json
 from calib.runtime.storage import Header
+from calib.serve.sglang import releases
 from calib.serve.sglang.backend import Storage
 from calib.serve.sglang.pages import LAYOUTS
 
@@ -39,22 +40,65 @@ def test_pages_come_back_as_the_codec_has_them_and_nothing_else_is_touched(artif
     assert [file.stat().st_size for file in tmp_path.rglob("*.klt")] == [size] * 3 and size < chunks[0].nbytes / 4
 
 
-def test_a_long_text_is_stored_in_batches_that_are_all_told_to_begin_it(artifact, path, tmp_path):
-    """SGLang's controller adds a batch's pages to `prefix_keys` only if there are some already."""
+@pytest.fixture
+def release(monkeypatch):
+    """A function that sets the installed release of SGLang; None: SGLang is not installed."""
+
+    def installed(number):
+        def found(package):
+            assert package == "sglang"
+            if number is None:
+                raise releases.PackageNotFoundError
+            return number
+
+        monkeypatch.setattr(releases, "version", found)
+
+    return installed
+
+
+def stored_pages(own, pool, artifact, first, count, name, before):
+    """Stores pages of a text from page `first` on; returns the positions in their files."""
+    keys = [f"{name}{first + at}" for at in range(count)]
+    for page, chunk in enumerate(texts(artifact, first * PAGE, count)):
+        pool.put(page * PAGE, chunk)
+    assert own.batch_set_v1(keys, slots(*range(count)), told(before)) == [True] * count
+    return [Header.read(own._folder.read(key)).start // PAGE for key in keys]
+
+
+@pytest.mark.parametrize(
+    ("number", "every"),
+    [("0.5.15.post1", False), ("0.5.20", False), ("0.5.21", True), ("0.6.0.dev1", True), ("1.0", True), (None, True)],
+)
+def test_the_release_says_whether_every_page_is_reported(release, number, every):
+    release(number)
+    assert releases.reports_every_page() is every
+
+
+def test_before_0_5_21_all_batches_of_a_long_text_are_told_to_begin_it(artifact, path, tmp_path, release):
+    """There SGLang's controller adds a batch's pages to `prefix_keys` only if there are some already."""
+    release("0.5.20")
     pool = pool_of()
     own = storage(path, tmp_path, pool)
 
     def store(first, count, name):
-        """Stores pages of a text from page `first` on, as SGLang would; returns the positions of the files."""
-        keys = [f"{name}{first + at}" for at in range(count)]
-        for page, chunk in enumerate(texts(artifact, first * PAGE, count)):
-            pool.put(page * PAGE, chunk)
-        assert own.batch_set_v1(keys, slots(*range(count)), told(0)) == [True] * count
-        return [Header.read(own._folder.read(key)).start // PAGE for key in keys]
+        return stored_pages(own, pool, artifact, first, count, name, before=0)
 
     for name in "ab":  # a text in three batches, the last of which is shorter; then another one
         assert [store(0, 2, name), store(2, 2, name), store(4, 1, name)] == [[0, 1], [2, 3], [4]]
     assert [store(0, 2, "c"), store(0, 2, "d"), store(2, 2, "d"), store(0, 1, "e")] == [[0, 1], [0, 1], [2, 3], [0]]
+
+
+def test_since_0_5_21_the_reported_pages_alone_tell_the_position(artifact, path, tmp_path, release, monkeypatch):
+    """The first page of a new text may have keys that fit position 0 badly, so none are looked at."""
+    release("0.5.21")
+    monkeypatch.setattr(Codec, "start_of", lambda *_: pytest.fail("looked at keys"))
+    pool = pool_of()
+    own = storage(path, tmp_path, pool)
+    for name in "ab":
+        assert stored_pages(own, pool, artifact, 0, 2, name, before=0) == [0, 1]
+        assert stored_pages(own, pool, artifact, 2, 2, name, before=2) == [2, 3]
+    # Two texts of one batch each.
+    assert [stored_pages(own, pool, artifact, 0, 2, name, before=0) for name in "cd"] == [[0, 1], [0, 1]]
 
 
 def test_ranks_of_tensor_parallelism_have_files_and_heads_of_their_own(artifact, path, tmp_path):

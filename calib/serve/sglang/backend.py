@@ -16,6 +16,7 @@ from calib.serve.fitted_model import FittedModel
 from calib.serve.refusals import Refusals
 from calib.serve.sglang.options import Options
 from calib.serve.sglang.pages import Pages
+from calib.serve.sglang.releases import reports_every_page
 from calib.serve.starts import Starts
 from calib.serve.stored_chunks import StoredChunks
 
@@ -52,6 +53,7 @@ class Storage(HiCacheStorage):
         self._refusals = Refusals(logger, "calib refuses a page")
         self._identity = f"{self._model.identity} {config.model_name!r} {self._rank} {self._world}"
         self._pages: Pages | None = None
+        self._reported = reports_every_page()
         self._longest = 0  # pages of the longest batch so far
         self._behind = 0  # end of the previous batch, if it began at 0 and may go on; else 0
 
@@ -150,14 +152,14 @@ class Storage(HiCacheStorage):
     def _before(self, pages: Pages, slots: list[int], extra_info: HiCacheStorageExtraInfo | None) -> int | None:
         """Returns the number of tokens before the first page of a batch to store; None if SGLang does not report them.
 
-        SGLang stores a long text in batches of equally many pages, and reports for none of them that earlier pages exist if there
-        are none before the first. So if a batch at 0 is as long as any, the next one is either the rest of its text or another
-        text, which the keys of its first page tell. Raises ValueError if they do not.
+        SGLang stores a long text in batches of equally many pages. Before 0.5.21 it reports for none of them that earlier pages
+        exist if there are none before the first. So if a batch at 0 is as long as any, the next one is either the rest of its text
+        or another text, which the keys of its first page tell. Raises ValueError if they do not.
         """
         prefix = None if extra_info is None else extra_info.prefix_keys
         behind, self._behind = self._behind, 0
         self._longest = max(self._longest, len(slots))
-        if prefix is None or prefix or not slots:
+        if prefix is None or prefix or self._reported or not slots:
             return None if prefix is None else len(prefix) * pages.page
         start = self._codec.start_of(pages.read(slots[0]), [0, behind]) if behind else 0
         if len(slots) == self._longest:
