@@ -1,6 +1,7 @@
 """Replacements for the vLLM classes and functions that `calib/serve/vllm` imports, if vLLM is not installed.
 
-The tests are the same with vLLM: they call the connector as the scheduler and workers of vLLM 0.32 do, with the same arguments.
+The tests are the same with vLLM: they call the connector as the scheduler and workers of vLLM 0.32 and 0.33 do, with the same
+arguments.
 """
 
 import importlib.util

@@ -1,7 +1,7 @@
 """Converts between blocks in vLLM's paged memory and the codec's chunks.
 
-vLLM 0.32 registers one tensor for each layer, `[blocks, heads, tokens of a block, 2 * D]` with any strides (D: head_dim). A head's
-part of a block has its keys and its values, `2 * tokens * D` entries, in one of two orders:
+vLLM 0.32 and 0.33 register one tensor for each layer, `[blocks, heads, tokens of a block, 2 * D]` with any strides (D: head_dim).
+A head's part of a block has its keys and its values, `2 * tokens * D` entries, in one of two orders:
 
     by token    for each token D keys, then D values: FlashAttention, FlashInfer, Triton
     by block    as the CPU's attention packs them, which `cpu_order.py` determines
