@@ -85,7 +85,7 @@ def errors(method: Gear, layers: Layers, geometry: Geometry, artifact: Artifact 
         overflow, entries = 0, 0
         for number, (query, keys, values, scale) in enumerate(layers):
             plan: Any = method.plan(number, geometry, artifact)
-            whole = keys.shape[2] // plan.tiering.whole * plan.tiering.whole
+            whole = keys.shape[2] // plan.tiering.multiple_of * plan.tiering.multiple_of
             step = whole if name == "prompt" else plan.tiering.block
             tier, close = plan.tiers[position], []
             for stages, x in ((tier.keys, keys), (tier.values, values)):
