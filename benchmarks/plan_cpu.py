@@ -5,8 +5,8 @@
 Two fits on the CPU, each in a separate process and with a plan before and after it: the embedded model as in `make fit`, and
 `wide`, two layers of random weights with 32 query and 8 KV heads of 128 channels. A stage's seconds are those between its
 checkpoint and the one before; loading the model and making the corpus are not included. Memory is the process's peak from its first
-stage on, minus what it held before that stage besides the weights. Caches: every method at its defaults with the fitted artifact,
-after a prompt of 550 tokens in each of 2 rows. If other programs run meanwhile, the times of plans and fit differ.
+stage on, minus what it held before that stage besides the weights. Caches: every method at its defaults, if the fitted artifact has
+what it needs, after a prompt of 550 tokens in each of 2 rows. If other programs run meanwhile, the times of plans and fit differ.
 """
 
 import argparse
@@ -29,7 +29,6 @@ from calib.documents.generators import keyed_lines, keyed_random
 from calib.fit import command
 from calib.fit.calibration import Calibration
 from calib.runtime import Artifact, compress
-from calib.runtime.methods import METHODS
 
 RESULT = "plan_cpu.json"
 PAGE = Path(__file__).parents[1] / "docs/plan.md"
@@ -96,11 +95,16 @@ def run_child(words: list[str]) -> None:
     Path("grown.json").write_text(json.dumps((peak.highest() or 0) - before))
 
 
-def measured_caches(model: Path) -> dict[str, dict[str, int]]:
-    """Returns the bytes of every method's cache, summed over its tensors."""
+def served(plan: dict[str, Any]) -> list[str]:
+    """Returns the methods whose tensors the fitted artifact has; a plan says of the others why they are refused."""
+    return [name for name, planned in plan["cache"]["methods"].items() if "refused" not in planned]
+
+
+def measured_caches(model: Path, methods: list[str]) -> dict[str, dict[str, int]]:
+    """Returns the bytes of the cache of each of these methods, summed over its tensors."""
     lm, artifact, found = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), Artifact.load(OUTPUT), {}
     prompt = torch.randint(3, 2000, (ROWS, CONTEXT), generator=torch.Generator().manual_seed(0))
-    for name in METHODS:
+    for name in methods:
         with compress(lm, name, artifact=artifact) as cache, torch.no_grad():
             lm(prompt, past_key_values=cache, logits_to_keep=1)
             weight = cache.memory()
@@ -120,7 +124,7 @@ def measure(name: str) -> dict[str, Any]:
         files = [RUN / "config.yaml", *(RUN / f"{stage}.ckpt" for stage in STAGES[:-1]), Path(OUTPUT)]
         ends = [file.stat().st_mtime for file in files]
         taken = {stage: end - start for stage, start, end in zip(STAGES, ends, ends[1:], strict=False)}
-        caches = measured_caches(model)
+        caches = measured_caches(model, served(before))
         checkpoint, artifact = (RUN / "evaluate.ckpt").stat().st_size, Path(OUTPUT).stat().st_size
         os.chdir("/")
     seconds = [stages_of(plan) for plan in (before, after)]
