@@ -26,9 +26,8 @@ def test_a_small_run_is_printed_and_kept(tmp_path, monkeypatch, capsys):
     gear_errors.main()
     run = json.loads((tmp_path / gear_errors.RESULT).read_text())
     assert list(run["rows"]) == ["codes", "outliers too", "gear", "kivi's codes"]  # the exact cache has no error
-    assert f"{run['tokens']} tokens" in (printed := capsys.readouterr().out) and all(
-        name in printed for name in run["rows"]
-    )
+    printed = capsys.readouterr().out
+    assert f"{run['tokens']} tokens" in printed and all(name in printed for name in run["rows"])
     for part in ("prompt", "blocks"):
         plain, sparse, both, _ = (row[part] for row in run["rows"].values())
         for stream in ("keys", "values"):
