@@ -17,6 +17,7 @@ CSR_TIERS = {"method": "csr", "online": 40, "tiers": [[16, 0.2], [4, 0.8]], "blo
 PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 500000.0}
 LLAMA3 |= {"original_max_position_embeddings": 512}
+YARN = {"rope_type": "yarn", "factor": 8.0, "rope_theta": 10000.0, "original_max_position_embeddings": 512}
 
 SPECACHE = [
     specache(),
@@ -70,7 +71,10 @@ SPECACHE = [
     specache("rows", sliding=30),
     specache("singles and turns", sliding=30, k=64),
     specache("pages", sliding=100, k=64),
-    specache("turns", sliding=40, low=RTN),
+    *(specache("turns", sliding=40, low=low) for low in (RTN, ZIPCACHE)),
+    specache("rows", sliding=35, low=CSR),
+    specache("turns", sliding=48, gqa=4, dtype=BF16),
+    specache("singles", softcap=5.0, sliding=30, scale=0.3, k=64),
 ]
 
 INFLLM = [
@@ -92,8 +96,11 @@ INFLLM = [
     infllm("steps", sliding=60),
     infllm("ragged", sliding=60, positions="original"),
     infllm("long", sliding=60, gqa=4),
+    infllm("late rows", sliding=40),
+    infllm("rows of chunks", sliding=40, dtype=BF16),
+    infllm("ragged", softcap=5.0, sliding=50, scale=0.3),
     infllm("long", rope=PARTIAL),
-    infllm("ragged", rope=LLAMA3),
+    *(infllm("ragged", rope=rope) for rope in (LLAMA3, YARN)),
     infllm("long", dtype=FP16),
     *(infllm(walk, gqa, BF16) for walk, gqa in (("rows of chunks", 2), ("ragged", 4), ("long", 1))),
     infllm("ragged", dtype=BF16, positions="original"),
@@ -115,6 +122,8 @@ BLOCKS = [
     by_blocks("long", sliding=60),
     by_blocks("ragged", sliding=60, positions="original"),
     by_blocks("long", rope=PARTIAL),
+    by_blocks("rows of chunks", 7, sliding=40),
+    by_blocks("ragged", sliding=30, rope=YARN),
     by_blocks("ragged", rope=LLAMA3),
     by_blocks("long", dtype=FP16),
     by_blocks("ragged", gqa=4, dtype=BF16),
@@ -127,6 +136,7 @@ OFFLOAD = [
     offload("late rows", layers=2),
     offload("ragged", softcap=5.0),
     offload("long", sliding=100),
+    offload("ragged", sliding=30, scale=0.3),
 ]
 
 

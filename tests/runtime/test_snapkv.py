@@ -88,6 +88,10 @@ SCENARIOS = [
     others("snapkv", "turns", window=8, pool=5),
     others("snapkv", "from one", budget=9, window=4),
     others("snapkv", "pages", budget=150, window=20),
+    others("snapkv", "turns", window=8, pool=5, logits={"sliding": 48}),
+    others("snapkv", budget=60, window=30, logits={"sliding": 20}),  # most tokens have no votes
+    others("snapkv", budget=60, window=16, logits={"sliding": 137}),
+    others("snapkv", "turns", gqa=4, budget=40, window=8, logits={"sliding": 48, "softcap": 6.0, "scale": 0.3}),
 ]
 
 

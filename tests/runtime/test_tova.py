@@ -44,6 +44,10 @@ SCENARIOS = [
     others("tova", "from one", budget=9),
     others("tova", "from one", budget=1, tokens=2),
     others("tova", "pages", budget=200),
+    others("tova", "turns", logits={"sliding": 48}),
+    others("tova", budget=60, logits={"sliding": 137}),
+    others("tova", "from one", budget=30, logits={"sliding": 20}),  # more tokens than a query sees
+    others("tova", "turns", gqa=4, logits={"sliding": 48, "softcap": 6.0, "scale": 0.3}),
 ]
 
 

@@ -20,11 +20,13 @@ class LayerOracle:
 
     After a forward: `tokens(tier)` and `decoded(tier)` are the tiers, `tokens(WINDOW)` the exact tokens outside tiers, `saliency`
     the scores of the last selection (`[kv_heads, tokens it chose from]`), and `margin` the smallest relative gap between a selected
-    and a refused score so far (of logits, their difference), 0 if a table shared by tokens may be rounded differently. `softcap`
-    may be set before the first forward.
+    and a refused score so far (of logits, their difference), 0 if a table shared by tokens may be rounded differently. The model's
+    `logit_scale` (None: D^-1/2), `softcap` and `sliding` window in tokens may be set before the first forward.
     """
 
+    logit_scale: float | None = None
     softcap: float | None = None
+    sliding: int | None = None
 
     def __init__(self, bits: Sequence[int]) -> None:
         self.bits, self.prompt, self.margin = tuple(bits), 0, math.inf
@@ -53,16 +55,19 @@ class LayerOracle:
         return self.tier.shape[1]
 
     def attend(self, query: np.ndarray, before: int) -> np.ndarray:
-        """Attention probabilities `[heads, n, tokens]` of the queries from position `before` on, over all tokens not evicted."""
+        """Attention probabilities `[heads, n, tokens]` of the queries from position `before` on, over all tokens that are neither
+        evicted nor outside the sliding window."""
         logits = self.logits(query, before)
-        unseen = np.arange(self.length) > before + np.arange(query.shape[1])[:, None]
+        behind = before + np.arange(query.shape[1])[:, None] - np.arange(self.length)
+        unseen = (behind < 0) | (behind >= (self.sliding or self.length))
         logits[unseen | (self.tier == EVICTED).repeat(self.group, 0)[:, None]] = -np.inf
         weights = np.exp(self.chosen(logits, before) - logits.max(-1, keepdims=True))
         return weights / weights.sum(-1, keepdims=True)
 
     def logits(self, query: np.ndarray, before: int) -> np.ndarray:
-        """q.k / sqrt(D), soft-capped if `softcap` is set."""
-        logits = query @ self.keys.repeat(self.group, 0).swapaxes(1, 2) / math.sqrt(query.shape[2])
+        """q.k times the scale, soft-capped if `softcap` is set."""
+        scale = query.shape[2] ** -0.5 if self.logit_scale is None else self.logit_scale
+        logits = query @ self.keys.repeat(self.group, 0).swapaxes(1, 2) * scale
         return logits if self.softcap is None else np.tanh(logits / self.softcap) * self.softcap
 
     def chosen(self, logits: np.ndarray, before: int) -> np.ndarray:

@@ -56,7 +56,7 @@ class TopK(LayerOracle):
         chosen = np.full_like(logits, -np.inf)
         for head, row in np.ndindex(logits.shape[:2]):
             seen, mine = before + row + 1, logits[head, row]
-            wanted = count(self.ratio, seen)
+            wanted = count(self.ratio, min(seen, self.sliding or seen))
             order = np.argsort(-mine[:seen], kind="stable")
             chosen[head, row, order[:wanted]] = mine[order[:wanted]]
             if wanted < seen:

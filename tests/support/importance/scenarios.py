@@ -1,9 +1,13 @@
 """Scenarios of the importance methods: options and forwards, in which a cache is compared with its oracle."""
 
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import layer_walk
 import numpy as np
+import pytest
 import torch
 from importance.budget import HeavyHitterBudget
 from importance.layer import LayerOracle
@@ -40,7 +44,10 @@ IDS = 20  # number of different token ids, for policies with special tokens
 
 @dataclass(frozen=True)
 class Scenario:
-    """A method with options and the forwards of a row (`walk`); `tokens` is the seed of its keys, values and queries."""
+    """A method with options and the forwards of a row (`walk`); `tokens` is the seed of its keys, values and queries.
+
+    `logits` are the `scale`, `softcap` and `sliding` window by which the model computes logits, where they are not the usual ones.
+    """
 
     method: str
     options: dict[str, Any] = field(default_factory=dict)
@@ -49,26 +56,31 @@ class Scenario:
     tokens: int = 1
     layers: int = 1
     calibrated: bool = False
+    logits: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
         options = " ".join(f"{name}={value}" for name, value in self.options.items() if name != "recompress")
-        parts = [self.method, options, self.walk, f"gqa {self.gqa}", "calibrated" * self.calibrated]
+        logits = " ".join(f"{name} {value}" for name, value in self.logits.items())
+        parts = [self.method, options, self.walk, f"gqa {self.gqa}", "calibrated" * self.calibrated, logits]
         return ", ".join(filter(None, parts))
 
     def model(self) -> Any:
         heads, kv_heads = HEADS[self.gqa]
-        return random_model(
-            "llama", num_attention_heads=heads, num_key_value_heads=kv_heads, num_hidden_layers=self.layers
-        )
+        shape = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "num_hidden_layers": self.layers}
+        if "sliding" in self.logits:
+            return random_model("mistral-sliding", sliding_window=self.logits["sliding"], **shape)
+        return random_model("llama", **shape)
 
 
 def zipcache(walk: str = "steps", gqa: int = 2, tokens: int = 1, calibrated: bool = False, **options: Any) -> Scenario:
     """A scenario of ZipCache with blocks of 32 tokens and two layers, whose draws of probes differ."""
-    return Scenario("zipcache", {"recompress": 32, **options}, walk, gqa, tokens, 2, calibrated)
+    logits = options.pop("logits", {})
+    return Scenario("zipcache", {"recompress": 32, **options}, walk, gqa, tokens, 2, calibrated, logits)
 
 
 def others(method: str, walk: str = "steps", gqa: int = 2, tokens: int = 1, calibrated: bool = False, **options: Any):
-    return Scenario(method, options, walk, gqa, tokens, 1, calibrated)
+    logits = options.pop("logits", {})
+    return Scenario(method, options, walk, gqa, tokens, 1, calibrated, logits)
 
 
 THREE, EVICTED = [[16, 0.1], [4, 0.5], [2, 0.4]], [[4, 0.5], [0, 0.5]]
@@ -164,6 +176,24 @@ SCENARIOS = [
     others("oracle", "turns", ratio=0.5, gqa=1),
     others("oracle", "from one", gqa=4),
     others("oracle", "pages", gqa=1, tokens=2),
+    # A sliding window shorter than prompts, and longer than the first one; soft cap and scale with it.
+    *(
+        zipcache(walk, logits={"sliding": 48}, **more)
+        for walk, more in (("turns", {"tiers": THREE}), ("pages", {"tokens": 2}))
+    ),
+    zipcache(logits={"sliding": 137}, probes="random"),
+    zipcache("turns", logits={"sliding": 20, "softcap": 6.0, "scale": 0.3}, saliency="accumulated", gqa=4),
+    *(others("mikv", "turns", gqa=gqa, important=4, logits={"sliding": 48}) for gqa in (1, 2)),
+    others("mikv", "turns", important=4, ratio=0.5, logits={"sliding": 90}),
+    others("mikv", "turns", recent=0, policy="normalised", logits={"sliding": 20, "softcap": 6.0, "scale": 0.3}),
+    *(others("h2o", walk, logits={"sliding": 48}) for walk in ("turns", "from one")),
+    others("h2o", logits={"sliding": 137}, gqa=4),
+    others("h2o", "turns", heavy=0.3, recent=0, logits={"sliding": 20, "softcap": 6.0, "scale": 0.3}),
+    others("h2o", "turns", policy="fastgen", recovery=0.6, logits={"sliding": 48}),
+    *(others("streaming_llm", "turns", window=window, logits={"sliding": 48}) for window in (40, 60)),
+    others("streaming_llm", "turns", window=40, positions="original", logits={"sliding": 30}, gqa=4),
+    others("oracle", "turns", ratio=0.5, logits={"sliding": 48}),
+    others("oracle", "from one", logits={"sliding": 20, "scale": 0.3}, gqa=4),
 ]
 
 
@@ -199,7 +229,7 @@ def oracle_of(scenario: Scenario, model, artifact, layer: int) -> LayerOracle:
     elif scenario.method == "mikv" and artifact is not None:
         options["balancer"] = artifact.tensors["keys.balancer"][layer].numpy()
     if scenario.method == "streaming_llm":
-        options["frequencies"] = model.model.rotary_emb.inv_freq.numpy()
+        options["frequencies"] = model.model.rotary_emb.inv_freq.double().numpy()
     return ORACLES[scenario.method](**options)
 
 
@@ -220,12 +250,24 @@ def check_stored(store, layer: LayerOracle) -> None:
             assert layer.settle(tier, head, keys[head], values[head]) <= STORED, (tier, head)
 
 
+@contextmanager
+def computing(scenario: Scenario) -> Iterator[None]:
+    """A context in which `feed` computes logits as the scenario's model does."""
+    usual = layer_walk.Logits  # a test may have replaced it
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layer_walk, "Logits", lambda scale: replace(usual(scale), **scenario.logits))
+        yield
+
+
 def walk_beside(scenario: Scenario, model, tokens: Tokens) -> None:
     """Run a cache and the oracle through the same forwards; assert after each that outputs and tiers agree."""
     artifact, at = artifact_of(model) if scenario.calibrated else None, 0
     cache = compress(model, scenario.method, artifact, **scenario.options)
     cache.release()
     layers = [oracle_of(scenario, model, artifact, number) for number in range(scenario.layers)]
+    for layer in layers:
+        layer.logit_scale = scenario.logits.get("scale")
+        layer.softcap, layer.sliding = scenario.logits.get("softcap", layer.softcap), scenario.logits.get("sliding")
     ids = torch.randint(0, IDS, (1, len(tokens)), generator=torch.Generator().manual_seed(scenario.tokens))
     for size in WALKS[scenario.walk]:
         new = tokens[at : at + size]
@@ -234,7 +276,8 @@ def walk_beside(scenario: Scenario, model, tokens: Tokens) -> None:
                 layer.policy.ids = ids[0, : at + size].numpy()
         if "special_ids" in scenario.options:
             cache.sequences.ids = ids[:, at : at + size]
-        outputs = feed(cache, [new])
+        with computing(scenario):
+            outputs = feed(cache, [new])
         for number, layer in enumerate(layers):
             expected = layer.forward(new.queries[number], new.keys[number], new.values[number])
             assert layer.margin > CLEAR, f"selections {layer.margin} apart, take other tokens"

@@ -18,6 +18,8 @@ from calib.runtime.cache import CompressedCache
 # it is too small to change outputs.
 MAGIC = 21 * 2.0**-24
 
+LOGITS = ("softcap", "sliding", "scale")  # a scenario's numbers by which the model computes logits
+
 
 @dataclass(frozen=True)
 class Step:
@@ -130,7 +132,8 @@ WALKS: dict[str, list[Step]] = {
 
 @dataclass(frozen=True)
 class Scenario:
-    """A method with options, the model's soft cap and sliding window, its `rope_parameters` if not the default, and a walk."""
+    """A method with options, the model's soft cap, sliding window and scale of logits (None: D^-1/2), its `rope_parameters` if not
+    the default, and a walk."""
 
     method: str
     options: dict[str, Any] = field(default_factory=dict)
@@ -139,13 +142,14 @@ class Scenario:
     dtype: torch.dtype = torch.float32
     softcap: float | None = None
     sliding: int | None = None
+    scale: float | None = None
     layers: int = 1
     rope: dict[str, Any] | None = None
 
     def __str__(self) -> str:
         options = " ".join(f"{name}={value}" for name, value in self.options.items())
         dtype = "" if self.dtype == torch.float32 else str(self.dtype).removeprefix("torch.")
-        rest = [f"{name} {getattr(self, name)}" for name in ("softcap", "sliding") if getattr(self, name)]
+        rest = [f"{name} {getattr(self, name)}" for name in LOGITS if getattr(self, name)]
         rest += [self.rope["rope_type"]] if self.rope else []
         return ", ".join(filter(None, [self.method, options, self.walk, f"gqa {self.gqa}", dtype, *rest]))
 
@@ -209,14 +213,14 @@ class Scenario:
 
 def specache(walk: str = "guesses", gqa: int = 2, dtype: torch.dtype = torch.float32, **rest: Any) -> Scenario:
     """A SpeCache scenario with a short window, so that most tokens are encoded."""
-    own = {name: rest.pop(name) for name in ("softcap", "sliding", "layers") if name in rest}
+    own = {name: rest.pop(name) for name in (*LOGITS, "layers") if name in rest}
     usual = {} if "low" in rest else {"residual": 32}
     return Scenario("specache", {"k": 5} | usual | rest, walk, gqa, dtype, **own)
 
 
 def infllm(walk: str = "steps", gqa: int = 2, dtype: torch.dtype = torch.float32, **rest: Any) -> Scenario:
     """An InfLLM scenario with a short window and small blocks, most of which are not fetched."""
-    own = {name: rest.pop(name) for name in ("softcap", "sliding", "layers", "rope") if name in rest}
+    own = {name: rest.pop(name) for name in (*LOGITS, "layers", "rope") if name in rest}
     usual = {"initial": 4, "window": 24, "block": 8, "representatives": 2, "fetched": 3, "prefill": "exact"}
     return Scenario("infllm", usual | rest, walk, gqa, dtype, **own)
 
@@ -228,7 +232,7 @@ def by_blocks(walk: str = "steps", chunk: int = 16, gqa: int = 2, **rest: Any) -
 
 def offload(walk: str = "ragged", gqa: int = 2, dtype: torch.dtype = torch.float32, **rest: Any) -> Scenario:
     """A scenario of `offload`, which keeps all tokens exactly."""
-    own = {name: rest.pop(name) for name in ("softcap", "sliding", "layers") if name in rest}
+    own = {name: rest.pop(name) for name in (*LOGITS, "layers") if name in rest}
     return Scenario("offload", rest, walk, gqa, dtype, **own)
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import astuple
 from typing import Any
 
 import layer_walk
@@ -43,9 +44,9 @@ class Walk:
 
     def run(self) -> "Walk":
         """Run all steps, and return this object."""
-        rules = {"softcap": self.scenario.softcap, "sliding": self.scenario.sliding}
+        attending = self.attending()
         with pytest.MonkeyPatch.context() as patch, filled():
-            patch.setattr(layer_walk, "Logits", lambda scale: Logits(scale, **rules))
+            patch.setattr(layer_walk, "Logits", lambda usual: Logits(*astuple(attending)))
             patch.setattr(TopBlocksStore, "attend", self.noting(TopBlocksStore.attend))
             for number, step in enumerate(self.scenario.steps):
                 self.number = number
@@ -217,12 +218,16 @@ class Walk:
                     if not store.low.observes or not oracle.wanted or oracle.prompt == oracle.length:
                         self.note(where, checks.low_bit(store.low, self.twin.compressed[layer].store, row))
 
+    def attending(self) -> Attending:
+        """How the scenario's model computes logits."""
+        scenario, usual = self.scenario, self.scenario.model.config.head_dim**-0.5
+        return Attending(usual if scenario.scale is None else scenario.scale, scenario.softcap, scenario.sliding)
+
     def empty_row(self) -> Row:
         """An empty oracle of the method."""
         options, config = self.scenario.options, self.scenario.model.config
-        attending = Attending(config.head_dim**-0.5, self.scenario.softcap, self.scenario.sliding)
         nothing = torch.zeros(config.num_key_value_heads, 0, config.head_dim, dtype=self.scenario.dtype)
-        held = attending, nothing, nothing, nothing[..., 0].long()
+        held = self.attending(), nothing, nothing, nothing[..., 0].long()
         if self.scenario.method == "specache":
             return SpeCacheRow(*held, wanted=options["k"])
         if self.scenario.method == "infllm":
