@@ -116,10 +116,16 @@ class TieredTokens(LayerTokens):
         for number, (tier, tiles) in enumerate(zip(self.tiers, plan.tiers, strict=True)):
             if not tiles:
                 continue
-            asked = self._relocated(query) if tier.relocated else query
+            asked, back, span = query, plan.back, plan.page_spans[number]
+            if tier.relocated:
+                asked = self._relocated(query)
+                if (
+                    back is not None and self.fetched is None
+                ):  # beside fetched tokens, which it hides by their own positions
+                    back, of_span = self._relocated_back(plan.asked, back)
+                    span = None if span is None else replace(span, back=of_span)
             view = TierView(tier, self.rows, asked, row_params, tiles[-1].stop, rotated)
             wanted = first_watched and number == 0
-            span = plan.page_spans[number]
             if span is not None and self.oracle_share is None:  # the oracle needs every logit
                 asked_of_span = wanted or view.corrected or self.fetched is not None or plan.back is not None
                 first_slots = not (asked_of_span or (rotated is not None and tier.stores_positions))
@@ -134,7 +140,7 @@ class TieredTokens(LayerTokens):
                 if plan.back is not None or self.fetched is not None:
                     positions = tier.positions(tile.pages, tile.start, tile.stop)
                     replaced = None if self.fetched is None else self.fetched.hides(positions)
-                    hidden = either(hidden, _behind(positions, plan.back), replaced)
+                    hidden = either(hidden, _behind(positions, back), replaced)
                 yield ScoredSpan(
                     masked(self.logits.capped(view.scores(tile)), hidden),
                     partial(_mixed, view, tile),
@@ -213,16 +219,29 @@ class TieredTokens(LayerTokens):
         assert self.rotation is not None
         key = ("relocated", self.rows, query.given.device)
         if key not in self.forward.readings:
-            # Fetched tokens together take one position, if any token was dropped.
-            spared = int(self.fetched is not None and self.fetched.cos_sin is not None)
-
-            def dropped(step: Forward) -> list[int]:
-                found = ((row, step.before[row]) for row in self.rows)
-                return [min(0, self.state.kept(row, n) - n + spared) for row, n in found]
-
-            positions = self.forward.tensor(f"tokens dropped of {self.rows}", dropped, query.given.device)
-            self.forward.readings[key] = self.rotation.at(positions[:, None, None])
+            self.forward.readings[key] = self.rotation.at(self._dropped(query.given.device)[:, None, None])
         return GroupedQuery(Rotation.rotated(query.scaled, *self.forward.readings[key]), 1.0)
+
+    def _relocated_back(self, asked: ReadRequest, back: Tensor) -> tuple[Tensor, Tensor]:
+        """`back` of a plan for sinks: the model's sliding window counts positions inside the cache too. Also returned as in a
+        `PageSpan` from the first page on."""
+        key = ("relocated back", asked)
+        if key not in self.forward.readings:
+            found = back + self._dropped(back.device)[:, None, None, None]
+            self.forward.readings[key] = found, found.flatten(1).int()
+        relocated: tuple[Tensor, Tensor] = self.forward.readings[key]
+        return relocated
+
+    def _dropped(self, device: torch.device) -> Tensor:
+        """Minus the number of tokens that each row has dropped, int64 `[rows]`."""
+        # Fetched tokens together take one position, if any token was dropped.
+        spared = int(self.fetched is not None and self.fetched.cos_sin is not None)
+
+        def dropped(step: Forward) -> list[int]:
+            found = ((row, step.before[row]) for row in self.rows)
+            return [min(0, self.state.kept(row, n) - n + spared) for row, n in found]
+
+        return self.forward.tensor(f"tokens dropped of {self.rows}", dropped, device)
 
     def _heaviest(self, spans: list[ScoredSpan], plan: ReadPlan) -> list[ScoredSpan]:
         """Oracle eviction: each query row keeps only the logits of its heaviest tokens, earlier ones on ties."""

@@ -58,11 +58,15 @@ class LayerOracle:
         """Attention probabilities `[heads, n, tokens]` of the queries from position `before` on, over all tokens that are neither
         evicted nor outside the sliding window."""
         logits = self.logits(query, before)
-        behind = before + np.arange(query.shape[1])[:, None] - np.arange(self.length)
+        behind = self.distances(query.shape[1], before)
         unseen = (behind < 0) | (behind >= (self.sliding or self.length))
         logits[unseen | (self.tier == EVICTED).repeat(self.group, 0)[:, None]] = -np.inf
         weights = np.exp(self.chosen(logits, before) - logits.max(-1, keepdims=True))
         return weights / weights.sum(-1, keepdims=True)
+
+    def distances(self, queries: int, before: int) -> np.ndarray:
+        """How many positions each token, `[queries, tokens]`, is before each query."""
+        return before + np.arange(queries)[:, None] - np.arange(self.length)
 
     def logits(self, query: np.ndarray, before: int) -> np.ndarray:
         """q.k times the scale, soft-capped if `softcap` is set."""

@@ -25,8 +25,10 @@ class Policy:
         special_ids: Sequence[int] = (),
         recovery: float = 0.95,
         seed: int = 0,
+        layer: int = 0,
     ) -> None:
-        self.name, self.share, self.special_ids, self.recovery, self.seed = name, share, special_ids, recovery, seed
+        self.name, self.share, self.special_ids, self.recovery = name, share, special_ids, recovery
+        self.seed, self.layer = seed, layer
         self.probes = probes or ("random+recent" if name in ("normalised", "fastgen") else "all")
         self.ids = np.zeros(0, dtype=int)
         self.margin = math.inf
@@ -39,7 +41,9 @@ class Policy:
         """The probes of a prompt of `count` tokens: query rows whose attention counts, rising."""
         if self.probes == "special":
             return np.flatnonzero(self.special(count)).tolist()
-        return sorted(probe_rows(self.probes, self.share, count, lambda token: counter_hash(self.seed, 0, 0, token)))
+        return sorted(
+            probe_rows(self.probes, self.share, count, lambda token: counter_hash(self.seed, self.layer, 0, token))
+        )
 
     def observe(self, mass: np.ndarray, before: int, heavy: int, recent: int) -> np.ndarray:
         """Scores `[kv_heads, tokens]` after a forward of queries from `before` on with attention `mass [kv_heads, n, tokens]`."""

@@ -16,10 +16,20 @@ class StreamingLLM(LayerOracle):
         self.sinks, self.window, self.positions = sinks, window, positions
         self.frequencies = None if frequencies is None else np.asarray(frequencies, dtype=np.float64)
 
+    def distances(self, queries: int, before: int) -> np.ndarray:
+        """Distances; with positions inside the cache evicted tokens do not count."""
+        behind = super().distances(queries, before)
+        if self.positions == "cache":
+            behind[:, : min(self.sinks, before)] -= self.dropped(before)
+        return behind
+
+    def dropped(self, before: int) -> int:
+        """Number of evicted tokens."""
+        return int((self.tier[0, :before] == EVICTED).sum())
+
     def logits(self, query: np.ndarray, before: int) -> np.ndarray:
         """Logits; those of sinks with positions inside the cache, as if evicted tokens had never been there."""
-        logits = super().logits(query, before)
-        dropped = int((self.tier[0, :before] == EVICTED).sum())
+        logits, dropped = super().logits(query, before), self.dropped(before)
         if self.positions == "cache" and dropped:
             sinks = min(self.sinks, before)
             logits[:, :, :sinks] = super().logits(self.rotated(query, -dropped), before)[:, :, :sinks]

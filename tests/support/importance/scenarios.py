@@ -79,8 +79,8 @@ def zipcache(walk: str = "steps", gqa: int = 2, tokens: int = 1, calibrated: boo
 
 
 def others(method: str, walk: str = "steps", gqa: int = 2, tokens: int = 1, calibrated: bool = False, **options: Any):
-    logits = options.pop("logits", {})
-    return Scenario(method, options, walk, gqa, tokens, 1, calibrated, logits)
+    own = {name: options.pop(name) for name in ("layers", "logits") if name in options}
+    return Scenario(method, options, walk, gqa, tokens, calibrated=calibrated, **own)
 
 
 THREE, EVICTED = [[16, 0.1], [4, 0.5], [2, 0.4]], [[4, 0.5], [0, 0.5]]
@@ -156,6 +156,7 @@ SCENARIOS = [
     others("mikv", policy="accumulated", probes="random", probe_share=0.3, important=8),
     others("h2o", policy="normalised", probes="special", special_ids=(3, 7)),
     others("h2o", "pages", policy="normalised", probe_share=0.5),
+    *(others(method, "turns", policy="normalised", probes="random", layers=2) for method in ("h2o", "mikv")),
     others("h2o", "short prompt", policy="normalised", probes="all", heavy=0.5),
     others("mikv", policy="fastgen", recovery=0.42),
     others("mikv", "turns", policy="fastgen", recovery=0.505, important=4, special_ids=(3, 7), tokens=2),
@@ -218,7 +219,7 @@ def oracle_of(scenario: Scenario, model, artifact, layer: int) -> LayerOracle:
     options = {name: value for name, value in scenario.options.items() if name != "statistics"}
     if scenario.method in ("mikv", "h2o"):
         own = {POLICY[name]: options.pop(name) for name in list(options) if name in POLICY}
-        options["policy"] = Policy(**own)
+        options["policy"] = Policy(**own, layer=layer)
     if scenario.method == "zipcache":
         options |= {"layer": layer}
         if artifact is not None:
