@@ -116,14 +116,11 @@ class TieredTokens(LayerTokens):
         for number, (tier, tiles) in enumerate(zip(self.tiers, plan.tiers, strict=True)):
             if not tiles:
                 continue
-            asked, back, span = query, plan.back, plan.page_spans[number]
-            if tier.relocated:
-                asked = self._relocated(query)
-                if (
-                    back is not None and self.fetched is None
-                ):  # beside fetched tokens, which it hides by their own positions
-                    back, of_span = self._relocated_back(plan.asked, back)
-                    span = None if span is None else replace(span, back=of_span)
+            asked, back, span = self._relocated(query) if tier.relocated else query, plan.back, plan.page_spans[number]
+            # Beside fetched tokens, sinks are hidden by their own positions.
+            if tier.relocated and back is not None and self.fetched is None:
+                back, of_span = self._relocated_back(plan.asked, back)
+                span = None if span is None else replace(span, back=of_span)
             view = TierView(tier, self.rows, asked, row_params, tiles[-1].stop, rotated)
             wanted = first_watched and number == 0
             if span is not None and self.oracle_share is None:  # the oracle needs every logit
