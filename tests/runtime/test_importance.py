@@ -14,6 +14,7 @@ from importance.scenarios import (
     THREE,
     WALKS,
     Scenario,
+    computing,
     others,
     tiers_of,
     walk_beside,
@@ -70,6 +71,11 @@ BATCH = [
     others("h2o", policy="fastgen", recovery=0.5, heavy=0.4),
     others("streaming_llm", window=30),
     others("oracle"),
+    # Under a sliding window, which counts a row's tokens without padding.
+    zipcache(tiers=EVICTED, logits={"sliding": 48}),
+    others("mikv", important=4, logits={"sliding": 48}),
+    others("h2o", logits={"sliding": 48}),
+    others("streaming_llm", window=40, logits={"sliding": 48}),
 ]
 # Tokens of each row in each forward: prompts with blocks and without, rows that begin later (with padding, or beside
 # rows that add as many tokens to those they hold), chunks of any size.
@@ -108,13 +114,14 @@ def test_a_row_of_a_ragged_batch_is_what_it_is_alone(scenario):
     at = [0] * len(rows)
     for sizes in ROUNDS:
         brought = [row[start : start + size] for row, start, size in zip(rows, at, sizes, strict=True)]
-        outputs = feed(
-            together, brought, columns=max(sizes) + (len(set(sizes)) > 1)
-        )  # a column of padding for every row
+        with computing(scenario):  # with a column of padding for every row
+            outputs = feed(together, brought, columns=max(sizes) + (len(set(sizes)) > 1))
         for row, new in enumerate(brought):
             if not len(new):
                 continue
-            for number, (expected,) in enumerate(feed(alone[row], [new])):
+            with computing(scenario):
+                own = feed(alone[row], [new])
+            for number, (expected,) in enumerate(own):
                 error = (outputs[number][row] - expected).abs().max() / expected.abs().max()
                 assert error <= OUTPUT, (sizes, row, number)
         at = [start + size for start, size in zip(at, sizes, strict=True)]
