@@ -127,6 +127,9 @@ class Observed:
                 met = held[row].met(count, forward.speculative)
                 keys, values = (torch.cat(pair, 1) for pair in zip(met[:2], (keys, values), strict=True))
                 old = met.positions
+                if relocates and old is not None:  # sinks are before the window, also where a sliding window counts
+                    sinks, window = layer.sequences.held(row, before)
+                    old = old + (before - sinks - window) * (torch.arange(old.shape[1]) < sinks)
                 positions = None if old is None else torch.cat([old, positions], 1)
             asked = query[row, :, real]
             output[row, :, real] = oracle.attention(
