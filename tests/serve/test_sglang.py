@@ -89,9 +89,9 @@ def test_before_0_5_21_all_batches_of_a_long_text_are_told_to_begin_it(artifact,
 
 
 def test_since_0_5_21_the_reported_pages_alone_tell_the_position(artifact, path, tmp_path, release, monkeypatch):
-    """The first page of a new text may have keys that fit position 0 badly, so none are looked at."""
+    """The first page of a new text may have keys that fit position 0 badly, so none are read."""
     release("0.5.21")
-    monkeypatch.setattr(Codec, "start_of", lambda *_: pytest.fail("looked at keys"))
+    monkeypatch.setattr(Codec, "start_of", lambda *_: pytest.fail("read keys"))
     pool = pool_of()
     own = storage(path, tmp_path, pool)
     for name in "ab":
