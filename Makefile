@@ -218,9 +218,10 @@ lmcache: .venv-lmcache/stamp artifacts/tiny-llama.calib.safetensors  ## vLLM on 
 	OMP_NUM_THREADS=1 .venv-lmcache/bin/python -m pytest tests/serve
 	.venv-lmcache/bin/python -m benchmarks.lmcache_reuse --write
 
-vllm: .venv-lmcache/stamp artifacts/tiny-llama.calib.safetensors  ## vLLM on a CPU with calib's KV connector: files of codes, reused by fresh engines; ten minutes
+vllm: .venv-lmcache/stamp artifacts/tiny-llama.calib.safetensors  ## vLLM on a CPU: files of calib's KV connector, reused by fresh engines; calibrated fp8 scales; ten minutes
 	OMP_NUM_THREADS=1 .venv-lmcache/bin/python -m pytest tests/serve
 	.venv-lmcache/bin/python -m benchmarks.vllm_reuse --write
+	.venv-lmcache/bin/python -m benchmarks.vllm_fp8 --write
 
 gpu:  ## on a machine with an NVIDIA GPU, with its own Python: run its tests, measure all speeds, print the table, write one JSON file
 	$(PYTHON) -m benchmarks.gpu

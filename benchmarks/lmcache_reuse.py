@@ -8,7 +8,7 @@ Three times a server and an engine are started, given the prompts, and ended:
     plain        reads only the plain files
     calib        reads only those of serde calib
 
-Prompts are those of `reused_prompts.py`, seven chunks of 128 tokens and a rest. Before its numbers are shown, each run is checked
+Prompts are those of `engine_prompts.py`, seven chunks of 128 tokens and a rest. Before its numbers are shown, each run is checked
 to have computed or reused tokens as the row says.
 """
 
@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from benchmarks.reused_prompts import MODEL, ROOT, Prompts
+from benchmarks.engine_prompts import MODEL, ROOT, Prompts
 
 RESULT = ROOT / "benchmarks/results/lmcache_reuse.json"
 CHUNK = 128  # tokens; a block of vLLM's CPU attention
@@ -79,8 +79,8 @@ def main() -> None:
         RESULT.write_text(json.dumps({"bits": asked.bits, "chunk_tokens": CHUNK, "rows": rows}, indent=1) + "\n")
 
 
-def asked_of(prompts: Prompts, name: str, adapters: list[dict]) -> list[dict]:
-    """Returns the answers of a new engine with a new server that has these stores."""
+def asked_of(prompts: Prompts, name: str, adapters: list[dict]) -> dict:
+    """Returns the answers of a new engine with a new server that has these stores, as `vllm_engine.py` writes them."""
     port, folder = free_port(), prompts.folder
     transfer = {
         "kv_connector": "LMCacheMPConnector",
@@ -88,11 +88,11 @@ def asked_of(prompts: Prompts, name: str, adapters: list[dict]) -> list[dict]:
         "kv_connector_extra_config": {"lmcache.mp.port": port},
     }
     with server(port, folder / f"{name}.server.log", adapters) as running:
-        answers = prompts.ask(name, transfer, max_num_seqs=1)
+        found = prompts.ask(name, kv_transfer_config=transfer, max_num_seqs=1)
         settled(folder)
         if running.poll() is not None:
             raise SystemExit(f"the server ended; see {folder / name}.server.log")
-    return answers
+    return found
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
     python -m benchmarks.vllm_reuse --artifact FILE [--bits 2] [--prompts 16] [--folder runs/vllm] [--write]
 
-New engines, one after another, are given the prompts of `reused_prompts.py`, three chunks of 256 tokens and a rest:
+New engines, one after another, are given the prompts of `engine_prompts.py`, three chunks of 256 tokens and a rest:
 
     computed          an empty folder, which the engine fills; 200 prompt tokens per step, so that steps end within chunks
     reused            all chunks are stored
@@ -20,7 +20,7 @@ import re
 import shutil
 from pathlib import Path
 
-from benchmarks.reused_prompts import ROOT, Prompts
+from benchmarks.engine_prompts import ROOT, Prompts
 from calib.runtime.storage import Codec, Header
 
 RESULT = ROOT / "benchmarks/results/vllm_reuse.json"
@@ -60,7 +60,9 @@ def main() -> None:
     rows = []
 
     def run(name: str, into: Path, found: int, lost: int = 0, **arguments: int) -> None:
-        row = prompts.row(name, prompts.ask(name, transfer(into), **{"max_num_seqs": 1, **arguments}), found)
+        row = prompts.row(
+            name, prompts.ask(name, kv_transfer_config=transfer(into), **{"max_num_seqs": 1, **arguments}), found
+        )
         log = (folder / f"{name}.engine.log").read_text()
         if sum(map(int, RESCHEDULED.findall(log))) != lost * asked.prompts:
             raise SystemExit(f"{name}: expected {lost} tokens a prompt that could not be loaded; see {folder}")

@@ -1,4 +1,4 @@
-"""Prompts for new vLLM engines, and the counts of their right answers: for `lmcache_reuse.py` and `vllm_reuse.py`.
+"""Prompts for new vLLM engines, and the counts of their right answers: for `lmcache_reuse.py`, `vllm_reuse.py` and `vllm_fp8.py`.
 
 A prompt is a hundred keyed lines of the split that the embedded model was not trained on, and a question; the answer is a number,
 right or wrong.
@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from transformers import AutoTokenizer
 
@@ -31,11 +32,10 @@ class Prompts:
         (folder / "prompts.json").write_text(json.dumps(self.ids))
         self._first: list[str] | None = None
 
-    def ask(self, name: str, transfer: dict, **arguments: int) -> list[dict]:
-        """Returns the answers of a new engine with this `--kv-transfer-config`, and further arguments of vLLM."""
+    def ask(self, name: str, model: Path = MODEL, **arguments: Any) -> dict:
+        """Returns the answers of a new engine with these arguments of vLLM, and its scales, as `vllm_engine.py` writes them."""
         answers = self.folder / f"{name}.json"
-        given = json.dumps({"kv_transfer_config": transfer, **arguments})
-        command: list[str | Path] = [sys.executable, ROOT / "benchmarks/vllm_engine.py", MODEL, given]
+        command: list[str | Path] = [sys.executable, ROOT / "benchmarks/vllm_engine.py", model, json.dumps(arguments)]
         environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", **os.environ}
         if "tensor_parallel_size" in arguments:  # otherwise vLLM binds each rank to a separate NUMA node
             environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
@@ -50,11 +50,12 @@ class Prompts:
             )
         return json.loads(answers.read_text())
 
-    def row(self, name: str, answers: list[dict], wanted: int) -> dict:
-        """Returns the counts of a run's answers; `same_answers` compares them with those of the first run counted.
+    def row(self, name: str, found: dict, wanted: int) -> dict:
+        """Returns the counts of the answers that `ask` found; `same_answers` compares them with those of the first run counted.
 
         Raises SystemExit if the number of a prompt's tokens that came from a cache is not `wanted`.
         """
+        answers = found["answers"]
         cached = sorted({answer["cached"] for answer in answers})
         if cached != [wanted]:
             raise SystemExit(
