@@ -69,7 +69,8 @@ class Specialisation:
             number divisible by 16. (At a real launch Triton derives the type and the divisibility from the arguments.)
         constants: value of each constant argument; EARLY is replaced by whether the capability supports it (`early_launch.py`).
         warps, stages: `num_warps` and `num_stages` of the launch.
-        codes: codes that all lanes together read in one iteration of the longest loop; 0: no limit of the loop is checked.
+        codes: codes that all lanes together process in one iteration of the longest loop, or in the whole program if it has no
+            loop; 0: no limit of the loop is checked.
         most: largest allowed number of instructions per code; inf: they are only counted.
         words: the int16 words that hold these codes; 0: the cost per word is not counted.
         matrix: largest allowed number of matrix instructions of a warp per 128 codes.

@@ -1,4 +1,5 @@
-"""Disassemble a compiled Triton kernel: the instructions of its longest loop, its registers, spills and shared memory."""
+"""Disassemble a compiled Triton kernel: the instructions of its longest loop, or of the whole kernel if it has no loop; registers,
+spills and shared memory."""
 
 import re
 import subprocess
@@ -12,10 +13,10 @@ from typing import Any
 
 @dataclass(frozen=True)
 class LoopFigures:
-    """Figures of a compiled kernel and of its longest loop.
+    """Figures of a compiled kernel and of its longest loop, or of the whole kernel if it has no loop.
 
     Args:
-        lines: instructions of the loop as the disassembler writes them (SASS), in order.
+        lines: their instructions as the disassembler writes them (SASS), in order.
         registers: registers per lane.
         spilled: bytes per lane that are spilled to memory.
         shared: bytes of shared memory per program.
@@ -93,9 +94,9 @@ def disassembled(kernel: Any) -> tuple[str, dict[str, int]]:
 
 
 def longest_loop(listing: str) -> tuple[str, ...]:
-    """Instructions of the longest loop: from a label to the last backward jump to it."""
+    """Instructions of the longest loop, from a label to the last backward jump to it; of the whole kernel if it has no loop."""
     code, loops = code_and_loops(listing)
-    start, end = max(loops, key=lambda ends: ends[1] - ends[0], default=(0, -1))
+    start, end = max(loops, key=lambda ends: ends[1] - ends[0], default=(0, len(code) - 1))
     return tuple(code[start : end + 1])
 
 

@@ -18,10 +18,32 @@ def fma(a, b, c):
 
 
 @triton.jit
+def reciprocal_of(divisor):
+    """About 1 / divisor in one instruction, for divisors from 2^-126 to 2^126; Triton's division takes four more for all others."""
+    if INTERPRETED:
+        return 1.0 / divisor
+    else:
+        return tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [divisor], dtype=tl.float32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def whole_part(level):
+    """Whole part of `level`, or 0 if it is negative: a conversion to an unsigned number is clamped to its range."""
+    if INTERPRETED:
+        return tl.maximum(level, 0.0).to(tl.int32)
+    else:
+        return tl.inline_asm_elementwise(
+            "cvt.rzi.u32.f32 $0, $1;", "=r,f", [level], dtype=tl.int32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
 def quotient(y, divisor, HALF: tl.constexpr):
     """y / divisor, rounded to nearest. HALF: the divisor is a float16 number, which allows a cheaper division."""
     if HALF:  # as in `code_fields`
-        reciprocal = 1.0 / divisor
+        reciprocal = reciprocal_of(divisor)
         found = y * reciprocal
         return fma(fma(found, -divisor, y), reciprocal, found)
     else:
@@ -71,8 +93,8 @@ def scale_and_zero(low, high, factor, BITS: tl.constexpr, HALF: tl.constexpr):
     low = low * 0.5
     high = high * 0.5
     scale = (high - low) * factor
-    # torch rounds product and sum together, once (fused); in float64 the product is exact.
-    zero = ((low + high).to(tl.float64) - scale.to(tl.float64) * ((2**BITS - 1) / 2)).to(tl.float32)
+    steps = tl.full(scale.shape, (1 - 2**BITS) / 2, tl.float32)
+    zero = fma(scale, steps, low + high)  # torch rounds product and sum together, once
     return as_stored(scale, HALF), as_stored(zero, HALF)
 
 
@@ -81,7 +103,7 @@ def divisor(scale, BITS: tl.constexpr, HALF: tl.constexpr):
     """Numbers for `code_fields` that a group shares: minus its scale, its reciprocal, and the dividend of the largest code."""
     scale = tl.maximum(scale, TINY)
     if HALF:
-        reciprocal = tl.where(scale > TINY, 1.0 / scale, 1.0 / TINY)
+        reciprocal = reciprocal_of(scale)
     else:
         reciprocal = tl.div_rn(1.0, scale)
     return -scale, reciprocal, scale * (2**BITS - 1.0)
@@ -90,12 +112,12 @@ def divisor(scale, BITS: tl.constexpr, HALF: tl.constexpr):
 @triton.jit
 def code_fields(y, zero, negative, reciprocal, most, plane, BITS: tl.constexpr, HALF: tl.constexpr):
     """Codes of y, shifted to the field of `plane` in the word. HALF: the scale is a float16 number."""
-    # Clamped before the division, so that nothing overflows; the codes are the same.
-    above = tl.minimum(tl.maximum(y - zero, 0.0), most)
+    # Clamped from above before the division, so that nothing overflows; the codes are the same.
+    above = tl.minimum(y - zero, most)
     # Division rounded as IEEE without the division instructions: README.md shows why one correction step suffices, and two if the
     # scale has 24 bits.
     level = above * reciprocal
     level = fma(fma(level, negative, above), reciprocal, level)
     if not HALF:
         level = fma(fma(level, negative, above), reciprocal, level)
-    return (level + 0.5).to(tl.int32) << (BITS * plane)
+    return whole_part(level + 0.5) << (BITS * plane)

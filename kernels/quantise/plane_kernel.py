@@ -71,6 +71,6 @@ def by_planes(
                 scale = tl.load(own, mask=mask, other=1.0).to(tl.float32)
                 zero = tl.load(own + COLUMNS, mask=mask, other=0.0).to(tl.float32)
             negative, reciprocal, most = divisor(scale, BITS, HALF)
-        word |= tl.where(valid, code_fields(y, zero, negative, reciprocal, most, plane, BITS, HALF), 0)
+        word += tl.where(valid, code_fields(y, zero, negative, reciprocal, most, plane, BITS, HALF), 0)
     into = words + ((row * tl.num_programs(1) + head) * total + tokens) * W + cell
     tl.store(into, word.to(tl.int16), mask=(cell < W) & here)

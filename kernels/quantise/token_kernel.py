@@ -56,8 +56,7 @@ def grouped(
         factor = tl.load(clip + head) * ratio
     word = tl.zeros([TOKENS, RUNS_UP, RUN_UP], tl.int32)
     for at in tl.static_range(0, (D + W - 1) // W, SPAN):
-        low = tl.full([TOKENS, RUNS_UP, RUN_UP], float("inf"), tl.float32)
-        high = tl.full([TOKENS, RUNS_UP, RUN_UP], float("-inf"), tl.float32)
+        held = ()
         for plane in tl.static_range(at, at + SPAN):
             channels = plane * W + run * RUN + cell
             valid = inside & (channels < D)
@@ -65,8 +64,12 @@ def grouped(
                 x, center, half, balance, row, head, positions, channels, valid & (tokens < total),
                 s_row, s_head, s_token, s_channel, D,
             )  # fmt: skip
-            low = tl.minimum(low, tl.where(valid, y, float("inf")))
-            high = tl.maximum(high, tl.where(valid, y, float("-inf")))
+            held += (y,)
+            least, most = tl.where(valid, y, float("inf")), tl.where(valid, y, float("-inf"))
+            if plane == at:
+                low, high = least, most
+            else:
+                low, high = tl.minimum(low, least), tl.maximum(high, most)
         low, high = tl.min(low, 2, keep_dims=True), tl.max(high, 2, keep_dims=True)
         scale, zero = scale_and_zero(low, high, factor, BITS, HALF)
         column = at // SPAN * RUNS + run
@@ -74,15 +77,12 @@ def grouped(
         kept = (tokens < total) & (run < RUNS) & (column < COLUMNS)
         tl.store(into, scale.to(parameters.dtype.element_ty), mask=kept)
         tl.store(into + COLUMNS, zero.to(parameters.dtype.element_ty), mask=kept)
-        negative, reciprocal, most = divisor(scale, BITS, HALF)
+        negative, reciprocal, top = divisor(scale, BITS, HALF)
         for plane in tl.static_range(at, at + SPAN):
             channels = plane * W + run * RUN + cell
             valid = inside & (channels < D)
-            if SPAN > 1:  # read again from the cache: registers do not hold all planes
-                y = load_values(
-                    x, center, half, balance, row, head, positions, channels, valid & (tokens < total),
-                    s_row, s_head, s_token, s_channel, D,
-                )  # fmt: skip
-            word |= tl.where(valid, code_fields(y, zero, negative, reciprocal, most, plane, BITS, HALF), 0)
+            word += tl.where(
+                valid, code_fields(held[plane - at], zero, negative, reciprocal, top, plane, BITS, HALF), 0
+            )
     into = words + (first + tokens) * W + run * RUN + cell
     tl.store(into, word.to(tl.int16), mask=inside & (tokens < total))

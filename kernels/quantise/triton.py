@@ -22,6 +22,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 WIDEST = 512  # most channels
 LONGEST = 128  # most tokens of a group per channel, all of which a program holds
 TILE = 2048  # values of a plane that a program holds
+HELD = 8192  # values of a group's planes that a program holds: 64 registers of a lane
 
 
 def new_buffer(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -178,8 +179,9 @@ def _of_groups(width: int, bits: int, runs: int, group: int) -> tuple[int, dict[
     """Tokens of a program, and the constants of `token_groups`."""
     run = min(runs, group)
     up = {"RUNS_UP": next_power_of_2(runs // run), "RUN_UP": next_power_of_2(run)}
-    tokens = _tokens(up["RUNS_UP"] * up["RUN_UP"])
-    sizes = {"D": width, "BITS": bits, "W": runs, "SPAN": cdiv(group, runs), "RUNS": runs // run, "RUN": run}
+    cells, span = up["RUNS_UP"] * up["RUN_UP"], cdiv(group, runs)
+    tokens = min(_tokens(cells), max(1, HELD // (cells * next_power_of_2(span))))
+    sizes = {"D": width, "BITS": bits, "W": runs, "SPAN": span, "RUNS": runs // run, "RUN": run}
     return tokens, sizes | {"TOKENS": tokens} | up
 
 

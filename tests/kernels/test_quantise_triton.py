@@ -195,12 +195,13 @@ def test_division_is_exact_where_it_decides(dtype):
     border = torch.arange(1, 32) - 0.5
     exact = (scale[:, None].double() * border).float()
     near = [exact, *(torch.nextafter(exact, torch.full_like(exact, end)) for end in (-torch.inf, torch.inf))]
-    x = torch.cat([*near, scale[:, None]], -1)[None, None]  # [1, 1, count, 94]
+    below = scale[:, None] * torch.tensor([-1e30, -3.0, -0.5])  # codes 0
+    x = torch.cat([*near, scale[:, None], below, 1e30 * scale[:, None]], -1)[None, None]  # [1, 1, count, 98]
     zeros = torch.zeros(1, 1, count, 1)
     parameters = torch.cat([scale[None, None, :, None], zeros], -1).to(
         dtype if dtype == torch.float16 else torch.float32
     )
-    words = kernels.new_buffer((1, 1, count, 47), torch.int16, "cpu")
+    words = kernels.new_buffer((1, 1, count, 49), torch.int16, "cpu")
     kernels._by_planes(x, words, 8, IDENTITY, None, parameters, (1, x.shape[-1]), False)
     expected = (x / scale[:, None] + 0.5).floor().clamp(0, 255)
     assert torch.equal(unpack(words, 8, x.shape[-1]).float(), expected)
