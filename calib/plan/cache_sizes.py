@@ -78,7 +78,8 @@ def predicted(meta_model: MetaModel, plans: Sequence[Plan], batch: int, context:
     plan.check(geometry.head_dim, dtype)
     remedy = plan.needs_rope
     rotation = None if remedy is None else Rotation.of(meta_model.model, remedy)
-    shared = {id(table): table for one in plans for table in one.tables()}
+    # Moved as a cache's are: each layer has copies of its own of all tables but the `SharedTable`s.
+    shared = {id(table): table for one in [one.to(META) for one in plans] for table in one.tables()}
     with torch.no_grad(), MetaTensors():
         sequences = plan.sequences(1, max((window for window in windows if window is not None), default=None))
         keys = torch.empty(batch, geometry.kv_heads, context + after, geometry.head_dim, dtype=dtype, device=META)
