@@ -153,17 +153,19 @@ class Gear(Method):
 
     def paper_bits(self, cache: CountedCache) -> float | None:
         """Bits per value by the paper's formula, mean of keys and values, for variant "paper" and for the backbones "uniform" and
-        "channel" without corrections; None otherwise."""
+        "channel" without corrections; None otherwise, and where later segments have another rank than the prompt."""
         bits, kept = self._bits(), PerStream(*map(self._corrections().of, STREAMS))
         if self.statistics == "calibrated" and any(own.rank for own in kept):
             return None  # the artifact's bases are not stored with the cache, and coefficients are of each head
+        if any(own.decode_rank != own.rank for own in kept):
+            return None  # the paper compresses prompt and later tokens together: its formula has one rank
         if self.variant == "paper" and self.backbone in (None, "uniform"):
             ratios = (
                 gear_ratio(width, own.outliers, own.rank, cache.width, cache.length)
                 for width, own in zip(bits, kept, strict=True)
             )
             return fmean(16 / ratio for ratio in ratios)
-        codes_alone = not any(own.outliers or own.rank or own.decode_rank for own in kept)
+        codes_alone = not any(own.outliers or own.rank for own in kept)
         return fmean(bits) if codes_alone and self.backbone in ("uniform", "channel") else None
 
 

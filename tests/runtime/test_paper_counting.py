@@ -177,6 +177,12 @@ def per_cent(size):
             {"variant": "paper", "rank": {"keys": 0.05, "values": None}},
             8 / gear_ratio(4, 0.02, 0.05, 128, 400) + 8 / gear_ratio(4, 0.02, 0.02, 128, 400),
         ),
+        # The paper's formula has one rank, for the prompt and for later tokens alike.
+        ("gear", {"variant": "paper", "rank": 0, "decode_rank": 2}, None),
+        ("gear", {"variant": "paper", "rank": {"keys": 0.05, "values": 0}, "decode_rank": 0.05}, None),
+        ("gear", {"variant": "paper", "rank": 4}, None),  # later 2
+        ("gear", {"variant": "paper", "rank": 4, "decode_rank": 4}, 16 / gear_ratio(4, 0.02, 4, 128, 400)),
+        ("outlier_reduced", {"decode_rank": 0.02}, None),
         # A calibrated basis is of each head and is not stored: no formula of the paper counts that.
         ("gear", {"variant": "paper", "statistics": "calibrated"}, None),
         ("gear", {"variant": "paper", "statistics": "calibrated", "rank": {"keys": 4, "values": 0}}, None),
