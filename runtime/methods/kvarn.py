@@ -34,9 +34,8 @@ class KVarN(Method):
     5. Cost of an encoded value, keys: bits + 32/tile + 16/head_dim; values: bits + 32/head_dim + 16/tile; more where codes do not
        fill 16-bit words (`kernels/pack`).
 
-    The defaults are those of the authors' release (K4V2, tiles of 128); the paper's results are at 2 bits for both. Two things
-    differ from the release: codes are chosen with the scales as they are stored, in 16 bits, and heads whose width is no power of
-    two are rotated in blocks (`runtime/stages/hadamard.py`).
+    The defaults are those of the authors' release (K4V2, tiles of 128); the paper's results are at 2 bits for both.
+    `docs/methods/kvarn.md` lists what differs from the release.
 
     Args:
         bits: width of a code, 1 ... 8, for both streams, or {keys: ..., values: ...}.
