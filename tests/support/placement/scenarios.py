@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from importance.scenarios import HEADS
 from layer_walk import Tokens
+from placement.spec import Attending
 from toy_models import COMMON, random_model
 from transformers import StableLmConfig, StableLmForCausalLM
 
@@ -25,12 +26,14 @@ LOGITS = ("softcap", "sliding", "scale")  # a scenario's numbers by which the mo
 class Step:
     """One forward with `sizes` real tokens of each row, followed by a speculative token of each if `speculative`.
 
+    With `rejected` (None: no draft) the real tokens are drafts, and as many more follow them, which `cache.crop` removes.
     Or, if `rows` is given, a call of `cache.batch_select_indices` with these row numbers.
     """
 
     sizes: tuple[int, ...] = ()
     speculative: bool = False
     rows: tuple[int, ...] = ()
+    rejected: int | None = None
 
 
 def turn(*sizes: int) -> list[Step]:
@@ -46,6 +49,11 @@ def single(count: int, rows: int) -> list[Step]:
 def speculated(count: int, rows: int, real: int = 1) -> list[Step]:
     """`count` forwards of `real` tokens and a speculative one; with real=0, the speculative token alone, as before decoding."""
     return [Step((real,) * rows, speculative=True)] * count
+
+
+def drafted(*sizes: int, rejected: int = 0) -> list[Step]:
+    """One forward of drafts: these numbers of each row are accepted, and `rejected` more of every row are not."""
+    return [Step(sizes, rejected=rejected)]
 
 
 def moved(*sources: int) -> list[Step]:
@@ -112,6 +120,29 @@ WALKS: dict[str, list[Step]] = {
     + single(2, 40)
     + turn(*[3] * 40)
     + speculated(2, 40),
+    # Prompt lookup and assisted decoding: drafts with the prompt, of which some, all and none are accepted, and single tokens.
+    "drafts": drafted(50, 33, rejected=2)
+    + drafted(3, 3, rejected=2)
+    + drafted(1, 1)
+    + drafted(1, 1, rejected=4)
+    + drafted(0, 0, rejected=1)
+    + drafted(6, 6)
+    + drafted(20, 9, rejected=7)
+    + drafted(0, 0, rejected=3)
+    + drafted(2, 0, rejected=2)
+    + moved(1, 0)
+    + drafted(5, 5, rejected=1)
+    + drafted(1, 1)
+    + single(2, 2),
+    "drafts and guesses": turn(40, 20)
+    + speculated(1, 2, 0)
+    + speculated(3, 2)
+    + drafted(3, 3, rejected=2)
+    + drafted(1, 1)
+    + speculated(1, 2, 0)
+    + speculated(4, 2)
+    + drafted(33, 33, rejected=1)
+    + speculated(2, 2),
     # InfLLM and offload.
     "steps": turn(70, 37, 12) + single(45, 3),
     "chunks": turn(75) + turn(5) + single(6, 1) + turn(13) + turn(40) + single(8, 1) + turn(2) + single(3, 1),
@@ -166,8 +197,19 @@ class Scenario:
         return random_model("llama", self.dtype, **shape, **rope)
 
     @property
+    def attending(self) -> Attending:
+        """How the model computes logits."""
+        usual = self.model.config.head_dim**-0.5
+        return Attending(usual if self.scale is None else self.scale, self.softcap, self.sliding)
+
+    @property
     def steps(self) -> list[Step]:
         return WALKS[self.walk]
+
+    @property
+    def chunk(self) -> int | None:
+        """The tokens that InfLLM encodes together; None: all of a forward."""
+        return self.options["chunk"] if self.options.get("prefill") == "blocks" else None
 
     @property
     def low(self) -> dict[str, Any]:
@@ -202,6 +244,10 @@ class Scenario:
         rows = max(len(step.sizes) for step in self.steps)
         count = [sum(step.sizes[row] for step in self.steps if row < len(step.sizes)) for row in range(rows)]
         return [Tokens.random(self.model, max(1, size), row) for row, size in enumerate(count)]
+
+    def rejected_tokens(self, number: int, rows: int, count: int) -> list[Tokens]:
+        """Rejected drafts of every row."""
+        return [Tokens.random(self.model, count, 20_000 + 10 * number + row) for row in range(rows)]
 
     def speculative_tokens(self, number: int, rows: int) -> list[Tokens]:
         """A speculative token of every row; one channel of each key and one of each value is MAGIC."""

@@ -12,7 +12,7 @@ from layer_walk import Tokens, feed
 from placement import checks
 from placement.layer import InfLLMRow, Row, Shown, SpeCacheRow, Tally
 from placement.scenarios import Scenario, Step, cut
-from placement.spec import Attending, Blocks, exact, packed
+from placement.spec import Blocks, exact, packed
 from torch import Tensor
 
 from calib.runtime.attend.request import AttendRequest
@@ -44,9 +44,8 @@ class Walk:
 
     def run(self) -> "Walk":
         """Run all steps, and return this object."""
-        attending = self.attending()
         with pytest.MonkeyPatch.context() as patch, filled():
-            patch.setattr(layer_walk, "Logits", lambda usual: Logits(*astuple(attending)))
+            patch.setattr(layer_walk, "Logits", lambda usual: Logits(*astuple(self.scenario.attending)))
             patch.setattr(TopBlocksStore, "attend", self.noting(TopBlocksStore.attend))
             for number, step in enumerate(self.scenario.steps):
                 self.number = number
@@ -63,9 +62,8 @@ class Walk:
 
         def attend_and_note(store: Any, request: AttendRequest) -> Tensor:
             output = attend(store, request)
-            layer = store.context.layer
             for row in request.rows:
-                self.choices.setdefault((layer, row), []).append(self.shown(layer, row))
+                self.choices.setdefault((store.context.layer, row), []).append(shown_in(store.pool, row))
             return output
 
         return attend_and_note
@@ -85,40 +83,81 @@ class Walk:
     def forward(self, step: Step) -> None:
         """Run one forward of the cache, then of the oracles, which adopt its choices; compare both."""
         real = cut(self.brought, self.at, step.sizes)
-        speculative = (
-            self.scenario.speculative_tokens(self.number, len(real)) if step.speculative else [None] * len(real)
-        )
-        brought = [joined(new, token) for new, token in zip(real, speculative, strict=True)]
-        padding = len(set(step.sizes)) > 1
+        more: list[Tokens] | list[None] = [None] * len(real)
+        if step.speculative:
+            more = self.scenario.speculative_tokens(self.number, len(real))
+        elif step.rejected:
+            more = self.scenario.rejected_tokens(self.number, len(real), step.rejected)
+        brought = [joined(new, token) for new, token in zip(real, more, strict=True)]
+        drafts, padding = step.rejected is not None, len(set(step.sizes)) > 1
         low = [[self.low_of(layer, row) for row in range(len(real))] for layer in range(self.scenario.layers)]
         self.cache.sequences.speculating = step.speculative
+        self.cache.sequences.recording = drafts
         self.choices.clear()
         outputs = feed(self.cache, brought, columns=max(map(len, brought)) + padding)
         self.cache.sequences.speculating = False
         self.columns += max(step.sizes) + padding
         if self.twin is not None and any(step.sizes):
             others = feed(self.twin, real, columns=max(step.sizes) + padding)
-        for layer, rows in enumerate(self.rows):
-            for row, (oracle, new) in enumerate(zip(rows, brought, strict=True)):
-                where, shown, before = self.where(layer, row), self.shown(layer, row), oracle.fetched_pairs()
-                if len(new):
-                    given = tuple(getattr(new, name)[layer] for name in vars(new))
-                    choices = self.choices.get((layer, row), [])
-                    expected = self.expected(oracle, given, step.speculative, low[layer][row], shown, choices, where)
-                    self.note(where, checks.outputs(outputs[layer][row], expected))
-                    if self.scenario.method == "offload":
-                        self.note(f"{where}, full", checks.outputs(outputs[layer][row], others[layer][row].double()))
-                self.note(where, checks.fetched_tokens(oracle, shown))
-                if isinstance(oracle, InfLLMRow):  # a chunk may fetch tokens that the next chunk drops
-                    self.fetched[layer] += oracle.copied if len(new) else 0
-                else:
-                    self.fetched[layer] += len(oracle.fetched_pairs() - before)
+        rows = [[row.again() for row in own] for own in self.rows] if drafts else self.rows
+        # Drafts of more than a chunk are attended by a copy of the store, which is dropped.
+        apart = drafts and self.scenario.chunk is not None and max(map(len, brought)) > self.scenario.chunk
+        expected = self.advance(rows, brought, low, step.speculative, apart)
+        for layer, wanted in enumerate(expected):
+            for row, output in wanted.items():
+                where, found = self.where(layer, row), outputs[layer][row]
+                self.note(where, checks.outputs(found, output))
+                if self.scenario.method == "offload" and (size := step.sizes[row]):
+                    full = others[layer][row].double()
+                    self.note(f"{where}, full", checks.outputs(found[:, :size], full))
+        if drafts:
+            self.confirm(step, real, low)
         self.check_counts()
         if step.speculative and self.number % GUESS_EVERY == 1:
             self.note(f"step {self.number}", checks.no_guess(self.cache))
         last = self.number == len(self.scenario.steps) - 1
-        if last or max(step.sizes) > 1 or self.number % STORED_EVERY == 0:
+        if last or drafts or max(step.sizes) > 1 or self.number % STORED_EVERY == 0:
             self.check_stored()
+
+    def advance(
+        self, rows: list[list[Row]], brought: list[Tokens], low: Any, speculative: bool = False, apart: bool = False
+    ) -> list[dict[int, Tensor]]:
+        """Append a forward's tokens to the oracles `rows [layer][row]`; return the outputs of each row with new tokens, by layer.
+
+        Fetched tokens are compared and counted, unless they lie `apart` in a copy of the store that is dropped afterwards.
+        """
+        outputs: list[dict[int, Tensor]] = [{} for _ in rows]
+        for layer, own in enumerate(rows):
+            for row, (oracle, new) in enumerate(zip(own, brought, strict=True)):
+                where, shown, before = self.where(layer, row), self.shown(layer, row), oracle.fetched_pairs()
+                if len(new):
+                    given = tuple(getattr(new, name)[layer] for name in vars(new))
+                    choices = self.choices.get((layer, row), [])
+                    own_low = low[layer][row]
+                    outputs[layer][row] = self.expected(oracle, given, speculative, own_low, shown, choices, where)
+                if apart:
+                    continue
+                self.note(where, checks.fetched_tokens(oracle, shown))
+                self.rows[layer][row].fetched_positions = oracle.fetched_positions
+                if isinstance(oracle, InfLLMRow):  # a chunk may fetch tokens that the next chunk drops
+                    self.fetched[layer] += oracle.copied if len(new) else 0
+                else:
+                    self.fetched[layer] += len(oracle.fetched_pairs() - before)
+        return outputs
+
+    def confirm(self, step: Step, accepted: list[Tokens], low: Any) -> None:
+        """Reject the last drafts, and append the accepted ones to the oracles.
+
+        If storing them depends on attention they are attended again, as a forward without the rejected ones, and fetch again.
+        """
+        self.choices.clear()
+        self.cache.crop(-(step.rejected or 0))
+        if self.scenario.method == "infllm" or self.store(0).observes:
+            self.advance(self.rows, accepted, low)
+            return
+        for layer, rows in enumerate(self.rows):
+            for oracle, new in zip(rows, accepted, strict=True):
+                oracle.take(new.keys[layer], new.values[layer])
 
     def expected(
         self,
@@ -185,7 +224,7 @@ class Walk:
         pool = getattr(self.store(layer), "pool", None)
         if pool is None:  # of `offload`
             return Shown(self.rows[layer][row].fetched_positions, self.rows[layer][row].keys[:, :0])
-        return Shown(pool.positions[row].clone(), pool.pairs[row].clone())
+        return shown_in(pool, row)
 
     def check_counts(self) -> None:
         """Lengths and columns count no speculative tokens, and exactly the pairs that were not fetched before were copied."""
@@ -218,16 +257,11 @@ class Walk:
                     if not store.low.observes or not oracle.wanted or oracle.prompt == oracle.length:
                         self.note(where, checks.low_bit(store.low, self.twin.compressed[layer].store, row))
 
-    def attending(self) -> Attending:
-        """How the scenario's model computes logits."""
-        scenario, usual = self.scenario, self.scenario.model.config.head_dim**-0.5
-        return Attending(usual if scenario.scale is None else scenario.scale, scenario.softcap, scenario.sliding)
-
     def empty_row(self) -> Row:
         """An empty oracle of the method."""
         options, config = self.scenario.options, self.scenario.model.config
         nothing = torch.zeros(config.num_key_value_heads, 0, config.head_dim, dtype=self.scenario.dtype)
-        held = self.attending(), nothing, nothing, nothing[..., 0].long()
+        held = self.scenario.attending, nothing, nothing, nothing[..., 0].long()
         if self.scenario.method == "specache":
             return SpeCacheRow(*held, wanted=options["k"])
         if self.scenario.method == "infllm":
@@ -237,10 +271,15 @@ class Walk:
                 blocks=Blocks(options["initial"], options["window"], options["block"]),
                 count=options["representatives"],
                 fetched=options["fetched"],
-                chunk=options["chunk"] if options["prefill"] == "blocks" else None,
+                chunk=self.scenario.chunk,
                 frequencies=None if own else self.scenario.model.model.rotary_emb.inv_freq.double(),
             )
         return Row(*held)
+
+
+def shown_in(pool: Any, row: int) -> Shown:
+    """The fetched tokens of a row in a pool, and their pairs."""
+    return Shown(pool.positions[row].clone(), pool.pairs[row].clone())
 
 
 @contextmanager
@@ -254,8 +293,8 @@ def filled() -> Iterator[None]:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
-def joined(real: Tokens, speculative: Tokens | None) -> Tokens:
-    """Real tokens followed by the speculative one, if there is one."""
-    if speculative is None:
+def joined(real: Tokens, more: Tokens | None) -> Tokens:
+    """Real tokens followed by the speculative one or rejected drafts, if there are any."""
+    if more is None:
         return real
-    return Tokens(*(torch.cat([getattr(real, name), getattr(speculative, name)], 2) for name in vars(real)))
+    return Tokens(*(torch.cat([getattr(real, name), getattr(more, name)], 2) for name in vars(real)))
