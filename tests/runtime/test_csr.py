@@ -26,7 +26,7 @@ def csr(
     walk: str = "steps", gqa: int = 2, atoms: int = 64, dtype: torch.dtype = torch.float32, **rest: Any
 ) -> Scenario:
     """A scenario of CSR: options of the method in `rest`, and the scenario's own fields."""
-    own = {name: rest.pop(name) for name in ("data", "merged", "tokens_seed", "changes") if name in rest}
+    own = {name: rest.pop(name) for name in ("data", "merged", "tokens_seed", "changes", "sliding") if name in rest}
     return Scenario(rest, walk, gqa, dtype, atoms=atoms, **own)
 
 
@@ -117,6 +117,10 @@ SCENARIOS = [
     csr("turns", changes=LLAMA3, online=40),
     csr("long", gqa=4),
     csr("long", gqa=4, atoms=0, online=100),
+    # A sliding window shorter than prompts, and longer than the first one.
+    csr("turns", sliding=48),
+    csr("steps", online=40, gqa=4, dtype=BF16, sliding=137),
+    csr("from one", online=40, atoms=0, sliding=30),
     # Tokens.
     *(csr("turns", data=data) for data in ("coherent", "dead", "constant", "outlying", "zero", "same", "huge")),
     *(csr("turns", data=data, atoms=0, online=40) for data in ("coherent", "dead", "constant", "outlying", "zero", "huge")),
@@ -140,6 +144,7 @@ TIERED = [
     csr("tiers", tiers=[[8, 1.0]], block=32, online=40),
     csr("tiers", tiers=TIERS, block=32, key_chunks=4, online=40, reverse_share=0.75, tokens_seed=1),
     csr("pages", tiers=TIERS, block=32, index="int16", seed=7),
+    csr("tiers", tiers=TIERS, block=32, sliding=48),
     *(csr("tiers", tiers=TIERS, block=32, probes=kind, probe_share=0.3) for kind in ("all", "random", "recent")),
 ]
 CORRECTED = [
@@ -200,6 +205,7 @@ BATCH = [
     csr(window=8, block=4, coefficients="fp8", index="int16", online=300),
     csr(tiers=TIERS, block=32, online=40),
     csr(corrections={"outliers": 0.1, "residual_bits": 2}, online=40, atoms=0),
+    csr(online=40, sliding=48),
 ]
 
 

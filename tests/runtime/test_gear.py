@@ -13,11 +13,13 @@ BF16 = torch.bfloat16
 
 
 def gear(walk: str = "steps", gqa: int = 2, dtype: torch.dtype = torch.float32, data: str = "random", **options: Any):
-    return Scenario("gear", options, walk, gqa, dtype, data)
+    sliding = options.pop("sliding", None)
+    return Scenario("gear", options, walk, gqa, dtype, data, sliding)
 
 
 def preset(method: str, walk: str = "steps", gqa: int = 2, dtype: torch.dtype = torch.float32, **options: Any):
-    return Scenario(method, options, walk, gqa, dtype)
+    sliding = options.pop("sliding", None)
+    return Scenario(method, options, walk, gqa, dtype, sliding=sliding)
 
 
 KIVI, CHANNEL, UNIFORM, PAPER = (
@@ -117,6 +119,12 @@ SCENARIOS = [
     preset("outlier_reduced", "turns", gqa=4, bits=2),
     preset("outlier_reduced", "short prompt", gqa=1, outliers=0.1),
     preset("outlier_reduced", "turns", dtype=BF16),
+    # A sliding window shorter than prompts, and longer than the first one.
+    gear("turns", sliding=48),
+    gear("steps", gqa=4, dtype=BF16, sliding=137),
+    gear("thirty-two", block=32, group=32, sliding=48, **KIVI),
+    gear("turns", gqa=1, sliding=20, **PAPER),
+    preset("outlier_reduced", "from one", sliding=7),
 ]
 
 
@@ -147,6 +155,7 @@ BATCH = [
     preset("uniform"),
     preset("group_wise", dtype=BF16),
     preset("outlier_reduced", gqa=4),
+    gear(sliding=48),
 ]
 
 

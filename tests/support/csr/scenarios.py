@@ -14,7 +14,7 @@ from csr.spec import Spec
 from gear.oracle import Spec as CorrectedSpec
 from gear.samples import untie
 from gear.scenarios import DATA, run
-from importance.scenarios import CLEAR, HEADS
+from importance.scenarios import CLEAR, HEADS, computing
 from layer_walk import Tokens, feed
 from tolerances import ATTENTION, FLOAT32_ATTENTION
 from toy_artifact import toy_artifact
@@ -53,7 +53,8 @@ WALKS: dict[str, list[int]] = {
 class Scenario:
     """Options of `csr` and the forwards of a row (`walk`). `atoms` is the artifact's atoms for each KV head; 0: no artifact.
 
-    With `merged` both layers share one dictionary. `changes` override the model's configuration.
+    With `merged` both layers share one dictionary. `changes` override the model's configuration. `sliding` is the model's sliding
+    window.
     """
 
     options: dict[str, Any] = field(default_factory=dict)
@@ -65,15 +66,19 @@ class Scenario:
     merged: bool = False
     tokens_seed: int = 0
     changes: dict[str, Any] = field(default_factory=dict)
+    sliding: int | None = None
 
     def __str__(self) -> str:
         parts = [f"{name}={value}" for name, value in {**self.options, **self.changes}.items()]
         dtype = "" if self.dtype == torch.float32 else str(self.dtype).removeprefix("torch.")
         data = "" if self.data == "random" else self.data
-        merged = "merged" * self.merged
-        return ", ".join(
-            filter(None, [*parts, self.walk, f"gqa {self.gqa}", f"atoms {self.atoms}", dtype, data, merged])
-        )
+        rest = [dtype, data, "merged" * self.merged, f"sliding {self.sliding}" if self.sliding else ""]
+        return ", ".join(filter(None, [*parts, self.walk, f"gqa {self.gqa}", f"atoms {self.atoms}", *rest]))
+
+    @property
+    def logits(self) -> dict[str, Any]:
+        """By which the model computes logits, where they are not the usual ones."""
+        return {} if self.sliding is None else {"sliding": self.sliding}
 
     @cached_property
     def model(self) -> Any:
@@ -84,6 +89,8 @@ class Scenario:
         ):  # of these families only StableLM has partial RoPE
             config = StableLmConfig(**COMMON | {"hidden_size": 32 * heads, "head_dim": 32} | shape | self.changes)
             return StableLmForCausalLM(config).to(self.dtype).eval()
+        if self.sliding is not None:
+            return random_model("mistral-sliding", self.dtype, sliding_window=self.sliding, **shape, **self.changes)
         return random_model("llama", self.dtype, **shape, **self.changes)
 
     @cached_property
@@ -109,7 +116,9 @@ class Scenario:
 
     def oracle(self, layer: int) -> CsrLayer | CsrTiers:
         """A new oracle of one row of one layer."""
-        return layer_of(self.spec, layer, [self.offline(stream, layer) for stream in STREAMS], self.frequencies)
+        found = layer_of(self.spec, layer, [self.offline(stream, layer) for stream in STREAMS], self.frequencies)
+        found.sliding = self.sliding
+        return found
 
     def offline(self, stream: str, layer: int) -> np.ndarray:
         """The artifact's atoms of a layer."""
@@ -201,7 +210,8 @@ def walk_beside(scenario: Scenario, rounds: Sequence[Sequence[int]], rows: Seque
     at = [0] * len(rows)
     for number, sizes in enumerate(rounds):
         brought = [row[start : start + size] for row, start, size in zip(rows, at, sizes, strict=True)]
-        outputs = feed(cache, brought, columns=max(sizes) + (len(set(sizes)) > 1))
+        with computing(scenario):
+            outputs = feed(cache, brought, columns=max(sizes) + (len(set(sizes)) > 1))
         for layer, compressed in enumerate(cache.compressed):
             for row, new in enumerate(brought):
                 if len(new):

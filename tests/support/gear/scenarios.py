@@ -11,7 +11,7 @@ from cases import calibrated_artifact
 from gear.layer import GearLayer
 from gear.oracle import Spec, encode_segment
 from gear.samples import real_like, spans, untie
-from importance.scenarios import HEADS
+from importance.scenarios import HEADS, computing
 from layer_walk import Tokens, feed
 from tolerances import ATTENTION, FLOAT32_ATTENTION, STORED
 from toy_models import random_model
@@ -43,7 +43,8 @@ WALKS: dict[str, list[int]] = {
 
 @dataclass(frozen=True)
 class Scenario:
-    """A method with options and the forwards of a row (`walk`); `data` is the kind of tokens, a name in DATA."""
+    """A method with options and the forwards of a row (`walk`); `data` is the kind of tokens, a name in DATA. `sliding` is the
+    model's sliding window."""
 
     method: str = "gear"
     options: dict[str, Any] = field(default_factory=dict)
@@ -51,12 +52,19 @@ class Scenario:
     gqa: int = 2
     dtype: torch.dtype = torch.float32
     data: str = "random"
+    sliding: int | None = None
 
     def __str__(self) -> str:
         options = " ".join(f"{name}={value}" for name, value in self.options.items())
         data = "" if self.data == "random" else self.data
         dtype = "" if self.dtype == torch.float32 else str(self.dtype).removeprefix("torch.")
-        return ", ".join(filter(None, [self.method, options, self.walk, f"gqa {self.gqa}", dtype, data]))
+        sliding = f"sliding {self.sliding}" if self.sliding else ""
+        return ", ".join(filter(None, [self.method, options, self.walk, f"gqa {self.gqa}", dtype, data, sliding]))
+
+    @property
+    def logits(self) -> dict[str, Any]:
+        """By which the model computes logits, where they are not the usual ones."""
+        return {} if self.sliding is None else {"sliding": self.sliding}
 
     @cached_property
     def spec(self) -> Spec:
@@ -75,7 +83,9 @@ class Scenario:
 
     def oracle(self, layer: int) -> GearLayer:
         """A new oracle of one row of one layer."""
-        return GearLayer(self.spec, layer, {stream: self.known(stream, layer) for stream in ("keys", "values")})
+        found = GearLayer(self.spec, layer, {stream: self.known(stream, layer) for stream in ("keys", "values")})
+        found.sliding = self.sliding
+        return found
 
     def known(self, stream: str, layer: int) -> dict[str, Any]:
         """A stream's calibrated thresholds and basis; empty without an artifact."""
@@ -84,9 +94,10 @@ class Scenario:
     @cached_property
     def model(self) -> Any:
         heads, kv_heads = HEADS[self.gqa]
-        return random_model(
-            "llama", self.dtype, num_attention_heads=heads, num_key_value_heads=kv_heads, num_hidden_layers=LAYERS
-        )
+        shape = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "num_hidden_layers": LAYERS}
+        if self.sliding is not None:
+            return random_model("mistral-sliding", self.dtype, sliding_window=self.sliding, **shape)
+        return random_model("llama", self.dtype, **shape)
 
     def tokens(self, sizes: Sequence[int], row: int = 0) -> Tokens:
         """A row's tokens for these forwards, whose codes and parameters float32 certainly rounds as float64 does."""
@@ -217,7 +228,8 @@ def walk_beside(scenario: Scenario, rounds: Sequence[Sequence[int]], rows: Seque
     at = [0] * len(rows)
     for number, sizes in enumerate(rounds):
         brought = [row[start : start + size] for row, start, size in zip(rows, at, sizes, strict=True)]
-        outputs = feed(cache, brought, columns=max(sizes) + (len(set(sizes)) > 1))
+        with computing(scenario):
+            outputs = feed(cache, brought, columns=max(sizes) + (len(set(sizes)) > 1))
         for layer in range(LAYERS):
             for row, new in enumerate(brought):
                 if len(new):
