@@ -11,6 +11,7 @@ from csr.scenarios import WALKS, Scenario, walk_beside
 from importance.layer import LayerOracle
 from in_turn import a_part
 from layer_walk import Tokens, feed
+from rope_types import ROPE_TYPES
 
 from calib.runtime.logits import Logits
 
@@ -33,8 +34,7 @@ def csr(
 HEAD_64 = {"head_dim": 64}
 FP16 = torch.float16
 PARTIAL = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}}
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 500000.0}
-LLAMA3 = {"rope_parameters": LLAMA3 | {"original_max_position_embeddings": 512}}
+LLAMA3, YARN, LINEAR = ({"rope_parameters": ROPE_TYPES[name].parameters} for name in ("llama3", "yarn", "linear"))
 SCENARIOS = [
     csr(),
     # s and chunks: 4 / 4 is one pair of eight channels.
@@ -115,6 +115,8 @@ SCENARIOS = [
     csr("turns", changes=PARTIAL),
     csr("turns", changes=PARTIAL, online=40, atoms=0, gqa=4),
     csr("turns", changes=LLAMA3, online=40),
+    csr("turns", changes=YARN, gqa=1),
+    csr("short", changes=LINEAR, **SHORT),
     csr("long", gqa=4),
     csr("long", gqa=4, atoms=0, online=100),
     # A sliding window shorter than prompts, and longer than the first one.

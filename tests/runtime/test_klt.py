@@ -10,6 +10,7 @@ import torch
 from cases import calibrated_artifact
 from layer_walk import Tokens, feed
 from oracle import rotated
+from rope_types import ROPE_TYPES
 from toy_models import random_model
 from transformers import DynamicCache
 
@@ -56,8 +57,12 @@ def reconstructed(artifact, stem, layer, words, x):
     return found
 
 
-@pytest.mark.parametrize("rope", ["before", "after"])
-def test_it_holds_what_the_formulas_say(model, artifact, rope):
+@pytest.mark.parametrize(
+    ("rope", "rope_type"), [("before", "default"), ("after", "default"), ("before", "yarn"), ("before", "linear")]
+)
+def test_it_holds_what_the_formulas_say(rope, rope_type):
+    model = random_model("llama", torch.bfloat16, rope_parameters=ROPE_TYPES[rope_type].parameters)
+    artifact, frequencies = calibrated_artifact(model), model.model.rotary_emb.inv_freq.double()
     cache = compress(model, "klt", artifact=artifact, bits=2.5, rope=rope, size=False, window=0, block=10, sinks=3)
     cache.release()
     tokens = Tokens.random(model, 203, seed=1)
@@ -66,11 +71,9 @@ def test_it_holds_what_the_formulas_say(model, artifact, rope):
     positions = torch.arange(3, 203, dtype=torch.float64)[:, None]
     for number, layer in enumerate(cache.compressed):
         for role, given, own in zip(ROLES, (tokens.keys, tokens.values), layer.store.decoded(0)[0], strict=True):
-            cos_sin = (
-                layer.store.context.rotation.frequencies if role == "keys" and rope == "before" else torch.zeros(1)
-            )
-            words, x = allocation.streams[role][number], rotated(given[number][:, 3:].double(), cos_sin, -positions)
-            wanted = rotated(reconstructed(artifact, stem_of(role, rope), number, words, x), cos_sin, positions)
+            turned = frequencies if role == "keys" and rope == "before" else torch.zeros(1)
+            words, x = allocation.streams[role][number], rotated(given[number][:, 3:].double(), turned, -positions)
+            wanted = rotated(reconstructed(artifact, stem_of(role, rope), number, words, x), turned, positions)
             error = (own.double() - wanted).abs()
             # With tables of 16 bits some components near the border of two codes are rounded to the other one.
             assert float(error.median()) < 2e-3 and float((error > 0.02).double().mean()) < 0.02

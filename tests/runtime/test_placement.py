@@ -5,6 +5,7 @@ import torch
 from in_turn import a_part
 from placement.scenarios import Scenario, by_blocks, infllm, offload, specache
 from placement.walk import Walk
+from rope_types import ROPE_TYPES
 
 pytestmark = pytest.mark.arithmetic
 
@@ -15,9 +16,7 @@ GEAR = {"method": "gear", "block": 20}
 RTN = {"method": "rtn", "bits": 2}
 CSR_TIERS = {"method": "csr", "online": 40, "tiers": [[16, 0.2], [4, 0.8]], "block": 20}
 PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 500000.0}
-LLAMA3 |= {"original_max_position_embeddings": 512}
-YARN = {"rope_type": "yarn", "factor": 8.0, "rope_theta": 10000.0, "original_max_position_embeddings": 512}
+LLAMA3, YARN = (ROPE_TYPES[name].parameters for name in ("llama3", "yarn"))
 
 SPECACHE = [
     specache(),

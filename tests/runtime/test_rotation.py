@@ -1,7 +1,9 @@
 """`Rotation`, the runtime's RoPE: its angles, the model's own rotation, and the inverse."""
 
+import oracle
 import pytest
 import torch
+from rope_types import ROPE_TYPES
 from toy_models import COMMON, HEADS_4_2_32, SLIDING, random_model
 from transformers import (
     CONFIG_MAPPING,
@@ -53,6 +55,19 @@ def test_keys_turn_as_the_model_turns_them(model, rotation):
     assert torch.allclose(rotation.rotated(keys, cos, sin), theirs, atol=1e-5)
     # The inverse rotation loses some units of float32.
     assert (rotation.rotated(theirs, cos, -sin) - keys).norm() / keys.norm() < 1e-5
+
+
+@pytest.mark.parametrize("rope_type", ROPE_TYPES)
+def test_frequencies_and_factor_are_those_of_the_equations(rope_type):
+    """And keys as a model gives them, rotated back, are those of its projection times the factor."""
+    parameters, frequencies, factor = ROPE_TYPES[rope_type]
+    model = random_model("llama", rope_parameters=parameters)
+    rotation = Rotation.of(model, "use something else")
+    assert torch.allclose(rotation.frequencies, frequencies, rtol=1e-6) and rotation.scaling == pytest.approx(factor)
+    keys = torch.randn(2, 3, 50, 32, generator=torch.Generator().manual_seed(0))
+    theirs = apply_rotary_pos_emb(keys, keys, *model.model.rotary_emb(keys, torch.arange(50)[None]))[1]
+    back = oracle.rotated(theirs, frequencies, -torch.arange(50).double()[:, None])
+    assert (back - factor * keys).norm() / keys.norm() < 1e-5
 
 
 @pytest.mark.parametrize(
