@@ -115,6 +115,8 @@ KEEP_ALL = {
     "zipcache": {"tiers": [[16, 1.0]], "recompress": 8},
     "mikv": {"budget": 100},
     "h2o": {"heavy": 50, "recent": 50},
+    "tova": {"budget": 100},
+    "snapkv": {"budget": 100},
     "streaming_llm": {"window": 100},
     "oracle": {"ratio": 1.0},
 }

@@ -46,7 +46,8 @@ IDS = 20  # number of different token ids, for policies with special tokens
 class Scenario:
     """A method with options and the forwards of a row (`walk`); `tokens` is the seed of its keys, values and queries.
 
-    `logits` are the `scale`, `softcap` and `sliding` window by which the model computes logits, where they are not the usual ones.
+    `logits` are the `scale`, `softcap` and `sliding` window by which the model, of `dtype`, computes logits, where they are not
+    the usual ones.
     """
 
     method: str
@@ -57,29 +58,31 @@ class Scenario:
     layers: int = 1
     calibrated: bool = False
     logits: dict[str, Any] = field(default_factory=dict)
+    dtype: torch.dtype = torch.float32
 
     def __str__(self) -> str:
         options = " ".join(f"{name}={value}" for name, value in self.options.items() if name != "recompress")
         logits = " ".join(f"{name} {value}" for name, value in self.logits.items())
-        parts = [self.method, options, self.walk, f"gqa {self.gqa}", "calibrated" * self.calibrated, logits]
+        dtype = "" if self.dtype == torch.float32 else str(self.dtype).removeprefix("torch.")
+        parts = [self.method, options, self.walk, f"gqa {self.gqa}", "calibrated" * self.calibrated, logits, dtype]
         return ", ".join(filter(None, parts))
 
     def model(self) -> Any:
         heads, kv_heads = HEADS[self.gqa]
         shape = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "num_hidden_layers": self.layers}
         if "sliding" in self.logits:
-            return random_model("mistral-sliding", sliding_window=self.logits["sliding"], **shape)
-        return random_model("llama", **shape)
+            return random_model("mistral-sliding", self.dtype, sliding_window=self.logits["sliding"], **shape)
+        return random_model("llama", self.dtype, **shape)
 
 
 def zipcache(walk: str = "steps", gqa: int = 2, tokens: int = 1, calibrated: bool = False, **options: Any) -> Scenario:
     """A scenario of ZipCache with blocks of 32 tokens and two layers, whose draws of probes differ."""
-    logits = options.pop("logits", {})
-    return Scenario("zipcache", {"recompress": 32, **options}, walk, gqa, tokens, 2, calibrated, logits)
+    own = {name: options.pop(name) for name in ("logits", "dtype") if name in options}
+    return Scenario("zipcache", {"recompress": 32, **options}, walk, gqa, tokens, 2, calibrated, **own)
 
 
 def others(method: str, walk: str = "steps", gqa: int = 2, tokens: int = 1, calibrated: bool = False, **options: Any):
-    own = {name: options.pop(name) for name in ("layers", "logits") if name in options}
+    own = {name: options.pop(name) for name in ("layers", "logits", "dtype") if name in options}
     return Scenario(method, options, walk, gqa, tokens, calibrated=calibrated, **own)
 
 
@@ -214,6 +217,15 @@ POLICY = {"policy": "name", "probe_share": "share"} | {
 }
 
 
+def oracles_of(scenario: Scenario, model, artifact=None) -> list[LayerOracle]:
+    """The scenario's oracles of one row, one for each layer, which compute logits as its model does."""
+    layers = [oracle_of(scenario, model, artifact, number) for number in range(scenario.layers)]
+    for layer in layers:
+        layer.logit_scale = scenario.logits.get("scale")
+        layer.softcap, layer.sliding = scenario.logits.get("softcap", layer.softcap), scenario.logits.get("sliding")
+    return layers
+
+
 def oracle_of(scenario: Scenario, model, artifact, layer: int) -> LayerOracle:
     """The scenario's oracle of one row of one layer."""
     options = {name: value for name, value in scenario.options.items() if name != "statistics"}
@@ -239,12 +251,12 @@ def tiers_of(store, row: int) -> list[tuple[np.ndarray, np.ndarray]]:
     return [(keys.numpy(), values.numpy()) for keys, values in store.decoded(row)]
 
 
-def check_stored(store, layer: LayerOracle) -> None:
-    """Assert that a store's tiers hold the oracle's tokens, to STORED; the oracle continues with the cache's decoded tokens."""
+def check_stored(store, layer: LayerOracle, row: int = 0) -> None:
+    """Assert that a row's tiers hold the oracle's tokens, to STORED; the oracle continues with the cache's decoded tokens."""
     packed = [tier for tier, bits in enumerate(layer.bits) if bits]
     expected = [len(layer.tokens(tier)[0]) for tier in packed]
-    assert list(store.counts(0)) == expected
-    found = tiers_of(store, 0)
+    assert list(store.counts(row)) == expected
+    found = tiers_of(store, row)
     assert len(found) == len(packed)
     for tier, (keys, values) in zip(packed, found, strict=True):
         for head in range(len(layer.tier)):
@@ -265,10 +277,7 @@ def walk_beside(scenario: Scenario, model, tokens: Tokens) -> None:
     artifact, at = artifact_of(model) if scenario.calibrated else None, 0
     cache = compress(model, scenario.method, artifact, **scenario.options)
     cache.release()
-    layers = [oracle_of(scenario, model, artifact, number) for number in range(scenario.layers)]
-    for layer in layers:
-        layer.logit_scale = scenario.logits.get("scale")
-        layer.softcap, layer.sliding = scenario.logits.get("softcap", layer.softcap), scenario.logits.get("sliding")
+    layers = oracles_of(scenario, model, artifact)
     ids = torch.randint(0, IDS, (1, len(tokens)), generator=torch.Generator().manual_seed(scenario.tokens))
     for size in WALKS[scenario.walk]:
         new = tokens[at : at + size]

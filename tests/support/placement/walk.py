@@ -11,9 +11,10 @@ import torch
 from layer_walk import Tokens, feed
 from placement import checks
 from placement.layer import InfLLMRow, Row, Shown, SpeCacheRow, Tally
-from placement.scenarios import Scenario, Step, cut
+from placement.scenarios import Scenario, cut
 from placement.spec import Blocks, exact, packed
 from torch import Tensor
+from walk_steps import Step
 
 from calib.runtime.attend.request import AttendRequest
 from calib.runtime.logits import Logits
