@@ -28,16 +28,28 @@ def read(
         wholes: names of the fields that are whole numbers of at least 1.
         alone: whether all fields are ours; otherwise unknown fields are the engine's and are ignored.
 
-    Raises ValueError if a field is missing, unknown or out of range. Bit budgets are checked by `Codec`.
+    Fields of the dataclass that are `bool` must be true or false. Raises ValueError if a field is missing, unknown or out of range.
+    Bit budgets are checked by `Codec`.
     """
     known = [field.name for field in fields(options)]  # type: ignore[arg-type]
     unknown = sorted(set(given) - set(known))
     if alone and unknown:
         raise ValueError(f"{what} has no field {printable(unknown[0])}, expected one of {', '.join(known)}; remove it")
     for name in texts:
-        if not isinstance(given.get(name), str) or not given[name]:
+        value = given.get(name)
+        if value is None:
             raise ValueError(f'{what} has no {name}, expected a string; add "{name}": "..."')
+        if not isinstance(value, str) or not value:
+            raise ValueError(
+                f'{name} of {what} is {printable(value)}, expected a string that is not empty; write "{name}": "..."'
+            )
     for name in wholes:
         if given.get(name) is not None:
             check_whole(name, given[name], 1, "a whole number, at least 1")
+    for name in (field.name for field in fields(options) if field.type is bool):  # type: ignore[arg-type]
+        if not isinstance(given.get(name), bool | None):
+            raise ValueError(
+                f'{name} of {what} is {printable(given[name])}, expected true or false; write "{name}": false, or true, '
+                "without quotes"
+            )
     return options(**{name: given[name] for name in known if given.get(name) is not None})

@@ -56,7 +56,7 @@ from calib.runtime.storage.header import (
 )
 from calib.runtime.storage.heads import heads_of
 from calib.runtime.storage.payload import Payload
-from calib.runtime.storage.profiles import LayerCoders, coders_of, profile_of
+from calib.runtime.storage.profiles import LayerCoders, check_entropy, coders_of, profile_of
 from calib.runtime.storage.rope import rotation_of
 from calib.runtime.storage.start import StartFinder
 
@@ -177,11 +177,8 @@ class Codec:
         check_whole("sinks", sinks, 0, "a whole number from 0", most=MOST_SINKS)
         check_flag("fixed_size", fixed_size)
         check_flag("entropy", entropy)
-        if entropy and profile != "storage":
-            raise ValueError(
-                f"entropy=True with profile={profile!r}: it needs profile 'storage', and so all heads and an artifact of "
-                "`calib fit --model.storage true`; leave it out"
-            )
+        if entropy:
+            check_entropy(profile, artifact, klt, chosen)
         if entropy and fixed_size:
             raise ValueError(
                 "entropy=True with fixed_size=True: entropy-coded blobs differ in size; leave one of them out"

@@ -59,6 +59,22 @@ def profile_of(asked: str | None, artifact: Artifact, klt: Klt, heads: range) ->
     return asked
 
 
+def check_entropy(profile: str, artifact: Artifact, klt: Klt, heads: range) -> None:
+    """Raises ValueError for a chosen profile that has no entropy coder; the message says why it was not "storage"."""
+    if profile == "storage":
+        return
+    count = artifact.fingerprint["kv_heads"]
+    if klt.trellis:
+        why = "which has no trellis, got trellis=True; leave one of them out"
+    elif len(heads) < count:
+        why = f"which codes all {count} KV heads together, got heads={heads} as a rank has; leave entropy out"
+    elif not artifact.has(f"{STORAGE[0]}.basis"):
+        why = "which the artifact lacks; fit with `calib fit --model.storage true`, or leave entropy out"
+    else:
+        why = f"got profile={profile!r}, size={klt.size}, predict={klt.predict}; leave entropy or these out"
+    raise ValueError(f"entropy=True needs the profile 'storage', {why}")
+
+
 def coders_of(profile: str, artifact: Artifact, klt: Klt, heads: range) -> Coders:
     """Returns the coders for a profile of `profile_of`, the KV heads of a chunk and the budget in `klt`."""
     sizes = artifact.fingerprint

@@ -164,8 +164,10 @@ def test_tables_of_another_machine_are_refused(model, artifact, monkeypatch):
 def test_what_it_refuses(artifact, monkeypatch):
     for options, message in (
         ({"entropy": 1}, "entropy must be True or False, got 1"),
-        ({"profile": "heads"}, r"entropy=True with profile='heads': .*leave it out"),
-        ({"heads": range(1)}, r"entropy=True with profile='heads'"),
+        ({"profile": "heads"}, r"needs the profile 'storage', got profile='heads', .*leave entropy or these out"),
+        ({"predict": False}, r"needs the profile 'storage', got .*predict=False; leave entropy or these out"),
+        ({"trellis": True}, r"needs the profile 'storage', which has no trellis, .*leave one of them out"),
+        ({"heads": range(1)}, r"codes all \d+ KV heads together, got heads=range\(0, 1\) .*leave entropy out"),
         ({"fixed_size": True}, r"entropy=True with fixed_size=True.*leave one of them out"),
     ):
         with pytest.raises(ValueError, match=message):

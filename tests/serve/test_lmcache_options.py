@@ -18,8 +18,8 @@ def test_defaults():
     ("field", "given", "word"),
     [
         ("artifact", None, "no artifact"),
-        ("artifact", "", "no artifact"),
-        ("artifact", 3, "no artifact"),
+        ("artifact", "", "artifact of serde calib is .., expected a string that is not empty"),
+        ("artifact", 3, "artifact of serde calib is 3, expected a string"),
         ("model", None, "no model"),
         ("bit", 2, "no field 'bit'"),
         ("positions", 0, "positions must be"),

@@ -176,7 +176,12 @@ def test_pages_of_no_text_are_not_stored(artifact, path, tmp_path):
     ("fields", "words"),
     [
         ({"artifact": None}, "no artifact"),
-        ({"folder": 3}, "no folder"),
+        ({"folder": None}, "no folder"),
+        ({"folder": ""}, "folder of the extra config is '', .*not empty; write"),
+        ({"folder": 3}, "folder of the extra config is 3, expected a string"),
+        ({"entropy": "false"}, "entropy of the extra config is 'false', expected true or false; .*without quotes"),
+        ({"entropy": True}, "'storage', which the artifact lacks; fit with .*storage true`, or leave entropy out"),
+        ({"entropy": True, "trellis": True}, "no trellis, got trellis=True; leave one of them out"),
         ({"interface_v1": 0}, "interface_v1 is 0"),
         ({"interface_v1": None}, "interface_v1 is None"),
         ({"positions": 0}, "positions"),

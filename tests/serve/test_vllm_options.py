@@ -25,8 +25,11 @@ def test_a_chunk_is_whole_blocks(block, tokens):
     ("field", "given", "word"),
     [
         ("artifact", None, "no artifact"),
-        ("folder", "", "no folder"),
-        ("folder", 3, "no folder"),
+        ("folder", None, "no folder"),
+        ("folder", "", "folder of kv_connector_extra_config is '', .*not empty; write"),
+        ("folder", 3, "folder of kv_connector_extra_config is 3, expected a string"),
+        ("entropy", "false", "entropy of .* is 'false', expected true or false; .*without quotes"),
+        ("trellis", 0, "trellis of .* is 0, expected true or false"),
         ("bit", 2, "no field 'bit'"),
         ("positions", 2, "no field 'positions'"),
         ("chunk", 0, "chunk must be"),
