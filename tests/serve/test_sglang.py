@@ -214,9 +214,13 @@ def test_a_model_that_says_no_longest_text_needs_the_option(artifact, tmp_path, 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"layout": "page_blob"}, "page_blob"),
-        ({"kv_buffer": None}, "HostPool"),
-        ({"layer_num": 3}, "3 layers"),
+        (
+            {"layout": "page_first_kv_split"},
+            "page_first_kv_split, expected layer_first, .*; start SGLang with --hicache-mem-layout",
+        ),
+        ({"kv_buffer": None}, "HostPool, expected one tensor .*another backend"),
+        ({"kv_buffer": (torch.zeros(2), torch.zeros(2))}, "HostPool, expected one tensor"),
+        ({"layer_num": 3}, "3 layers .* without pipeline stages and draft layers"),
         ({"head_dim": 64}, "64"),
         ({"head_num": 3}, "3 KV heads"),
         ({"dtype": torch.float8_e4m3fn}, "float8"),
@@ -233,7 +237,7 @@ def test_memory_of_another_model_is_refused(path, tmp_path, change, words):
 
 @pytest.mark.parametrize("name", ["draft", "swa", "mamba", "indexer"])
 def test_pools_beside_keys_and_values_are_refused(path, tmp_path, name):
-    """With such pools SGLang uses other calls (`batch_exists_v2`), so nothing would be stored at all."""
+    """With such pools SGLang calls `batch_exists_v2` instead, so nothing would be stored at all."""
     own = storage(path, tmp_path, pool_of())
     own.register_mem_host_pool_v2(pool_of(), "kv")
     with pytest.raises(ValueError, match=name) as error:

@@ -1,7 +1,7 @@
 """Replacements for the SGLang classes that `calib/serve/sglang` imports, if SGLang is not installed; and host pools in its layouts.
 
 The tests are the same with SGLang: they call the backend as `HiCacheController` of SGLang 0.5.23 does, with the same arguments and
-expected results.
+expected results. `test_sglang_controller.py` runs that controller, if SGLang is installed.
 """
 
 import importlib.util
@@ -13,16 +13,17 @@ from types import ModuleType
 import torch
 
 MODULE = "sglang.srt.mem_cache.hicache_storage"
+INSTALLED = importlib.util.find_spec("sglang") is not None  # before `stand_in`
 
 
 class HiCacheStorage(ABC):
-    """The methods that a backend must have."""
+    """The methods that a backend must have, and those that it inherits."""
 
     def register_mem_pool_host(self, mem_pool_host):
         self.mem_pool_host = mem_pool_host
 
     def register_mem_host_pool_v2(self, host_pool, host_pool_name):
-        self.registered_pools = {host_pool_name: host_pool}
+        self.registered_pools = {**getattr(self, "registered_pools", {}), host_pool_name: host_pool}
 
     @abstractmethod
     def get(self, key, target_location=None, target_sizes=None): ...
@@ -56,17 +57,21 @@ class HiCacheStorageConfig:
     enable_storage_metrics: bool
     is_page_first_layout: bool
     model_name: str | None
+    tp_lcm_size: int | None = None
+    should_split_heads: bool = False
+    dp_rank: int = 0
     extra_config: dict | None = None
 
 
 @dataclass
 class HiCacheStorageExtraInfo:
     prefix_keys: list[str] | None = None
+    extra_info: dict | None = None
 
 
 def stand_in() -> None:
     """Make `import sglang...hicache_storage` work; does nothing if SGLang is installed."""
-    if importlib.util.find_spec("sglang") is not None:
+    if INSTALLED:
         return
     parts = MODULE.split(".")
     for count in range(1, len(parts) + 1):

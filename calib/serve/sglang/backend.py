@@ -72,12 +72,13 @@ class Storage(HiCacheStorage):
         self._pages = pages
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: str) -> None:
-        """Checks the name of a pool. Raises ValueError for a pool other than keys and values (such as a draft model's), which
-        cannot be encoded."""
+        """Checks the name of a pool. Raises ValueError for a pool other than keys and values (such as a draft model's, or that
+        of sliding windows), which cannot be encoded."""
         if host_pool_name != KEYS_AND_VALUES:
             raise ValueError(
                 f"the engine has a host pool {host_pool_name}, expected {KEYS_AND_VALUES} alone: what lies beside keys and values "
-                "is not stored; serve without a draft model, or with another backend"
+                "is not stored; serve without a draft model, with --disable-hybrid-swa-memory if windows slide, or with another "
+                "backend"
             )
 
     def batch_set_v1(

@@ -38,16 +38,21 @@ class Pages:
 
     def __init__(self, pool: Any, layers: int, head_dim: int) -> None:
         self.layout = getattr(pool, "layout", None)
-        if self.layout not in LAYOUTS or not isinstance(getattr(pool, "kv_buffer", None), Tensor):
+        if not isinstance(getattr(pool, "kv_buffer", None), Tensor):
             raise ValueError(
-                f"the host pool is {type(pool).__name__} of layout {self.layout}, expected one tensor of keys and values, "
-                f"{', '.join(LAYOUTS)}; serve such a model with another backend"
+                f"the host pool is {type(pool).__name__}, expected one tensor of keys and values of equally many channels; serve "
+                "such a model with another backend"
+            )
+        if self.layout not in LAYOUTS:
+            raise ValueError(
+                f"the host pool has layout {self.layout}, expected {', '.join(LAYOUTS)}; start SGLang with "
+                "--hicache-mem-layout page_first"
             )
         found = pool.layer_num, pool.head_dim
         if found != (layers, head_dim):
             raise ValueError(
                 f"the host pool has {found[0]} layers of {found[1]} channels, expected {layers} of {head_dim}; give this model's "
-                "artifact, and one pipeline stage"
+                "artifact, and serve it without pipeline stages and draft layers"
             )
         if pool.dtype not in DTYPES:
             raise ValueError(
