@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
@@ -152,19 +153,42 @@ def _give_back(model: PreTrainedModel) -> None:
 
 def _check_used(model: nn.Module, _: Any, named: dict[str, Any]) -> None:
     """Refuses two uses of a compressed cache by generate(). With use_cache=False it passes the whole text at every step, which
-    would be stored again. For a text no longer than what the cache holds it passes no token at all."""
+    would be stored again. For a text no longer than what the cache holds it passes no token, or tokens that the cache holds."""
     unused, tokens = named.get("use_cache") is False, named.get("input_ids")
-    if not (unused or (isinstance(tokens, Tensor) and not tokens.shape[-1])):
+    width = tokens.shape[-1] if isinstance(tokens, Tensor) else 1
+    if not unused and width == 1:  # a decode step does not wait for positions
         return
     cache = cache_in(named)
     if not any(isinstance(layer, CompressedLayer) for layer in getattr(cache, "layers", ())):
         return
     if unused:
         raise ValueError("use_cache=False with a compressed cache: pass use_cache=True, or leave out the cache")
-    raise ValueError(
-        f"the cache holds {cache.get_seq_length()} columns, and the text has no more: no token is new; give the whole "
-        "conversation with its new turn, or call cache.reset() before another text"
-    )
+    columns = cache.get_seq_length()
+    if not width or _repeats(named, width, columns):
+        raise ValueError(
+            f"the cache holds {columns} columns, and the text has no more: no token is new; give the whole "
+            "conversation with its new turn, or call cache.reset() before another text"
+        )
+
+
+def _repeats(named: dict[str, Any], width: int, columns: int) -> bool:
+    """Whether these `width` tokens are what generate() leaves of a text of n tokens, fewer than the `columns` of the cache.
+
+    It passes `tokens[-(n - columns):]`, whose start is then counted from the front: the last 2 n - columns tokens, at their
+    positions in the text. A padded text has a mask, which does not fit the cache and is refused with it.
+    """
+    positions = named.get("position_ids")
+    if (
+        not columns
+        or named.get("attention_mask") is not None
+        or not isinstance(positions, Tensor)
+        or positions.ndim != 2
+    ):
+        return False
+    if torch.compiler.is_compiling():  # reading a position would break the graph
+        return False
+    n = (width + columns) // 2
+    return n < columns and 2 * n == width + columns and int(positions[0, -1]) == n - 1
 
 
 def _tell(told: "weakref.ref[SequenceState]", embedding: nn.Module, given: tuple[Any, ...]) -> None:

@@ -428,10 +428,10 @@ def test_a_cache_that_is_not_to_be_used(model, cache):
     assert used_rightly(model, cache)
 
 
-@pytest.mark.parametrize("length", [3, 10])
+@pytest.mark.parametrize("length", [3, 10, 12, 20, 21])
 def test_a_shorter_text_on_a_cache_that_holds_another(length):
-    """As in a pipeline's second call: `generate` drops as many tokens of the text as the cache holds, so none of it would be
-    left."""
+    """As in a pipeline's second call: `generate` would drop as many tokens of the text as the cache holds, so none of it would be
+    left. If the text is longer than half of the cache, it drops only as many as the text is shorter, and repeats the others."""
     model = random_model("llama")
     with compress(model, "kivi") as cache:
         model.generate(torch.arange(2, 22)[None], past_key_values=cache, max_new_tokens=3)
