@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from benchmarks.plan_page import PAGE, PASSIVE, printed, rewrite
 from benchmarks.protocol import keep, load
 from calib.bench.peak import Peak
 from calib.capture.data import CaptureData
@@ -31,13 +32,12 @@ from calib.fit.calibration import Calibration
 from calib.runtime import Artifact, compress
 
 RESULT = "plan_cpu.json"
-PAGE = Path(__file__).parents[1] / "docs/plan.md"
 EMBEDDED = Path(__file__).parents[1] / "artifacts/tiny-llama"
 ROWS, CONTEXT = 2, 550
 THREADS = 2
-PASSIVE = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}  # as `calib.cli` sets it
 OUTPUT = "fitted.calib.safetensors"
 RUN = Path("runs/fitted")
+MODELS = ("embedded", "wide")
 STAGES = ("statistics", "sensitivity", "clip", "evaluate", "dictionaries", "losses")
 WIDE = [
     "--data.length=512", "--data.sequences=8", "--data.heldout_sequences=2", "--data.batch_size=2",
@@ -180,37 +180,26 @@ def line(name: str, one: dict[str, Any], form: str) -> str:
     return f"| {name} | {told} | {one['measured']:{form}} | {' and '.join(f'{x:.2f}' for x in one['ratio'])} |"
 
 
-def example() -> list[str]:
-    """Returns the lines that `calib fit --plan` prints for the embedded model, as a code block."""
-    command_line = "from calib.cli import main; main(['fit', '--config=tiny.yaml', '--plan'])"
-    run = f"import torch; torch.set_num_threads({THREADS}); {command_line}"
-    words = [sys.executable, "-c", run]
-    printed = subprocess.run(
-        words, check=True, capture_output=True, text=True, env=PASSIVE, cwd=EMBEDDED.parents[1]
-    ).stdout
-    return ["```", *printed.rstrip().splitlines(), "```"]
-
-
-def rewrite(page: Path, mark: str, rows: list[str]) -> None:
-    """Replaces the text between the marks of that name in the document by `rows`."""
-    before, begin, rest = page.read_text().partition(f"<!-- {mark} -->")
-    _, end, after = rest.partition(f"<!-- end of {mark} -->")
-    page.write_text("".join([before, begin, "\n".join(["", *rows, ""]), end, after]))
+def run() -> None:
+    """Measures and prints; with --write keeps the run."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--write", action="store_true", help=f"keep the run in benchmarks/results/{RESULT} and {PAGE.name}"
+    )
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS, help="only these; not with --write")
+    asked = parser.parse_args()
+    if asked.write and {*asked.models} != {*MODELS}:
+        parser.error(f"--write replaces the whole record; leave out --models {' '.join(asked.models)}")
+    found = {name: measure(name) for name in MODELS if name in asked.models}
+    print("\n".join(table(found)))
+    if asked.write:
+        keep(RESULT, {"models": found})
+        rewrite("plan table", table(found))
+        rewrite("example", printed(["fit", "--config=tiny.yaml", "--plan"], THREADS))
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--child"]:
         run_child(sys.argv[2:])
-        raise SystemExit
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--write", action="store_true", help=f"keep the run in benchmarks/results/{RESULT} and {PAGE.name}"
-    )
-    parser.add_argument("--models", nargs="+", default=["embedded", "wide"])
-    asked = parser.parse_args()
-    run = {name: measure(name) for name in asked.models}
-    print("\n".join(table(run)))
-    if asked.write:
-        keep(RESULT, {"models": run})
-        rewrite(PAGE, "plan table", table(run))
-        rewrite(PAGE, "example", example())
+    else:
+        run()

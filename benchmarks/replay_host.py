@@ -1,7 +1,8 @@
 """Times the host's work in a decode step of 32 layers, replayed from a graph and without graphs, in microseconds, and counts how
 many steps are replayed. Writes benchmarks/results/replay_host.json.
 
-    TRITON_INTERPRET=1 python -m benchmarks.replay_host [--write] [--eager klt]
+    TRITON_INTERPRET=1 python -m benchmarks.replay_host --write
+    TRITON_INTERPRET=1 python -m benchmarks.replay_host --eager klt
 
 A graph's launch is replaced by nothing, so no device and no matrix products of the model are included: a step computes lengths,
 slots and page numbers, copies them to the graph's inputs, and copies the result. In a step without a graph launches are only
@@ -10,7 +11,6 @@ other programs may run on the machine.
 """
 
 import argparse
-import json
 import os
 import time
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks import eager_host
 from benchmarks.bases import made_up
-from benchmarks.protocol import RESULTS, keep, quartiles
+from benchmarks.protocol import keep, quartiles
 from calib.runtime import compress
 from calib.runtime.graphs import step_graphs
 
@@ -117,9 +117,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--write", action="store_true")
     parser.add_argument(
-        "--eager", nargs="+", choices=EAGER, help="only these methods' steps without graphs; others are kept"
+        "--eager", nargs="+", choices=EAGER, help="only these methods' steps without graphs; not with --write"
     )
     asked = parser.parse_args()
+    if asked.write and asked.eager:  # the record names the versions and threads of one run
+        parser.error(f"--write replaces the whole record; leave out --eager {' '.join(asked.eager)}")
     if os.environ.get("TRITON_INTERPRET") != "1":  # Triton reads it when it is imported
         parser.error("Triton must interpret its kernels here; set TRITON_INTERPRET=1")
     torch.set_num_threads(1)
@@ -160,9 +162,6 @@ def main() -> None:
     if asked.write:
         content = {"layers": LAYERS, "rows": ROWS, "prompt": PROMPT, "microseconds": found}
         content |= {"replayed": shares, "bytes_with_graphs": bytes_of, "eager": eager}
-        if asked.eager:
-            content = json.loads((RESULTS / "replay_host.json").read_text())
-            content["eager"] |= eager
         keep("replay_host.json", content)
 
 

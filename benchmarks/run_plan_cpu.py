@@ -4,7 +4,7 @@
 
 `eval/quick.yaml` and `bench/quick.yaml` on the CPU, each planned before and after its run. Caches: planned over measured bytes of
 every row. Memory, of `bench`: planned cache, activations and logits over the peak of a row above the weights, as reported by the
-operating system. Seconds: those of an evaluation's cells, and those of a bench without loading.
+operating system. Seconds: those of an evaluation's cells, and those of a bench without loading. All on one thread.
 """
 
 import argparse
@@ -13,6 +13,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from benchmarks.plan_page import PAGE, printed, rewrite
 from benchmarks.protocol import keep
 from calib.bench import bench_model, grid
 from calib.bench.request_files import read_bench
@@ -23,6 +26,7 @@ from calib.plan.bench_plan import make_bench_plan
 from calib.plan.eval_plan import make_eval_plan
 
 RESULT = "run_plan_cpu.json"
+THREADS = 1
 Numbers = dict[str, Any]
 
 
@@ -86,11 +90,36 @@ def run() -> Numbers:
     }
 
 
-if __name__ == "__main__":
+def table(run: Numbers) -> list[str]:
+    """Returns the run as a Markdown table."""
+    rows = ["| figure | planned | measured | ratio |", "|---|---|---|---|"]
+    spans = {"caches": "caches of all rows", "memory": "cache, activations and logits of a row alone"}
+    for name, found in run.items():
+        for key, words in spans.items():
+            if key in found:
+                low, high = found[key]
+                rows.append(f"| {name}, {words} | | | {low:.3f} ... {high:.3f} |")
+        for part, one in found["seconds"].items():
+            told, ratios = (
+                " and ".join(map(form.format, one[key])) for form, key in (("{}", "planned"), ("{:.2f}", "ratio"))
+            )
+            rows.append(f"| {name}, seconds, {part} | {told} | {one['measured']} | {ratios} |")
+    return rows
+
+
+def main() -> None:
+    """Measures and prints; with --write keeps the run, and writes it and what `--plan` prints into the page."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--write", action="store_true", help=f"keep the run in results/{RESULT}")
-    write = parser.parse_args().write
+    parser.add_argument("--write", action="store_true", help=f"keep the run in results/{RESULT} and {PAGE.name}")
+    asked = parser.parse_args()
+    torch.set_num_threads(THREADS)
     content = run()
-    print(content)
-    if write:
+    print("\n".join(table(content)))
+    if asked.write:
         keep(RESULT, content)
+        rewrite("run plan table", table(content))
+        rewrite("eval example", printed(["eval", "--config", "eval/quick.yaml", "--plan"], THREADS))
+
+
+if __name__ == "__main__":
+    main()
