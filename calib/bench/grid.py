@@ -44,16 +44,24 @@ def measure(bench_model: BenchModel, advance: Advance) -> Found:
             CELLS.info("%s of %s cells: %s x %s tokens: %s", measured, count, batch, context, told(cell))
             cells += cell.content()
             known |= {(name, batch, context): cache_bytes for name, cache_bytes in cell.cache_bytes.items()}
+    return Found(cells, largest_batches(bench_model, known, advance))
+
+
+def largest_batches(
+    bench_model: BenchModel, known: dict[tuple[str, int, int], CacheBytes], advance: Advance
+) -> list[dict[str, Any]]:
+    """Returns the largest batch of every context and row; none without a limit of memory."""
+    request, found = bench_model.request, list[dict[str, Any]]()
     if request.memory is None:
-        return Found(cells, [])
-    return Found(
-        cells,
-        [
-            largest(bench_model, entry, context, known, lambda name: advance(f"{name}, largest batch", 0))
-            for context in request.contexts
-            for entry in request.methods
-        ],
-    )
+        return found
+    count = len(request.contexts) * len(request.methods)
+    for context in request.contexts:
+        for entry in request.methods:
+            row = largest(bench_model, entry, context, known, lambda name: advance(f"{name}, largest batch", 0))
+            found.append(row)
+            batch = failure(row) if "error" in row else row["computed"] if row["tried"] is None else row["tried"]
+            CELLS.info("%s of %s largest batches: %s, %s tokens: %s", len(found), count, entry.label, context, batch)
+    return found
 
 
 def told(cell: Cell) -> str:

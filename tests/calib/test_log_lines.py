@@ -68,6 +68,29 @@ def test_a_bench_writes_a_line_for_each_cell_into_a_log(folder, tmp_path, capsys
     assert all(line.count(" tokens/s") == 3 and "rtn " in line and "DynamicCache again " in line for line in lines)
 
 
+@pytest.mark.full
+def test_a_bench_writes_a_line_for_each_largest_batch_into_a_log(folder, tmp_path, capsys):
+    words = [
+        "--contexts",
+        "20",
+        "--new_tokens",
+        "2",
+        "--turns",
+        "2",
+        "--memory",
+        "1GiB",
+        "--output",
+        str(tmp_path / "out"),
+    ]
+    assert cli.main(["bench", "--model", folder, "--methods", "rtn", *words]) == 0
+    found = [line.split(": ") for line in lines_of(capsys)[1:]]
+    assert [line[1:3] for line in found] == [
+        ["1 of 2 largest batches", "DynamicCache, 20 tokens"],
+        ["2 of 2 largest batches", "rtn, 20 tokens"],
+    ]
+    assert all(int(line[3]) > 1 for line in found)
+
+
 def test_a_lock_that_is_too_old_is_refused_with_its_name(tmp_path):
     lock = tmp_path / "lock"
     lock.touch()
