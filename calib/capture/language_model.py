@@ -146,17 +146,17 @@ def why_the_hub_gave_none(path: str, error: BaseException, reason: str) -> str:
     if not gated and any(isinstance(cause, RepositoryNotFoundError) for cause in causes):
         return (
             f"the Hugging Face hub knows no model '{path}', or it is private (status {status}): check the name, log in with "
-            "`hf auth login`, or give model.path=FOLDER"
+            "`hf auth login`, or name a folder that holds the model"
         )
     if gated or status in (401, 403):
         return (
             f"the Hugging Face hub does not give '{path}' to you yet (status {status}): accept its licence at "
-            f"{huggingface_hub.constants.ENDPOINT}/{path} and log in with `hf auth login`, or give model.path=FOLDER"
+            f"{huggingface_hub.constants.ENDPOINT}/{path} and log in with `hf auth login`, or name a folder that holds the model"
         )
     answer = "cannot be reached" if huggingface_hub.constants.HF_HUB_OFFLINE else "gave none"
     return (
         f"no folder '{path}' here, and the Hugging Face hub {answer} ({reason}); a gated model wants its licence accepted on its "
-        "page and `hf auth login`; without network give model.path=FOLDER"
+        "page and `hf auth login`; without network name a folder that holds the model"
     )
 
 

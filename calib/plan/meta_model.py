@@ -117,7 +117,7 @@ def told(path: str, local: bool, read: Callable[[], Any]) -> Any:
             raise UsageError(f"cannot build the model in '{path}' from its config.json ({reason})") from error
         raise UsageError(
             f"no folder '{path}' here, and the Hugging Face hub gave no config.json ({reason}); "
-            "without network give model.path=FOLDER"
+            "without network name a folder that holds the model"
         ) from error
 
 

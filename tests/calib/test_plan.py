@@ -186,7 +186,7 @@ def test_a_file_for_the_plan_is_refused_without_one(toy, tmp_path, monkeypatch, 
 def test_a_hub_that_cannot_be_reached_is_told_in_one_line(monkeypatch):
     monkeypatch.setattr(language_model, "hub_answers", lambda: False)
     with pytest.raises(
-        UsageError, match=r"no folder 'owner/none' here.*without network give model.path=FOLDER"
+        UsageError, match=r"no folder 'owner/none' here.*without network name a folder that holds the model"
     ) as told:
         read_meta_model("owner/none", "float16")
     assert "\n" not in str(told.value)

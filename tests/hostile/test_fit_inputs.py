@@ -61,7 +61,7 @@ def refused(capsys, status: int, arguments: list[str]) -> str:
         (["--model.query_rows=0"], "model.query_rows=0: must be at least 1"),
         (["--model.dtype=int4"], "model.dtype='int4': one of float32, bfloat16, float16"),
         (["--model.path=nowhere/at/all"], "model.path 'nowhere/at/all' is no folder, no .gguf file and no hub name"),
-        (["--model.path=owner/model"], "without network give model.path=FOLDER"),
+        (["--model.path=owner/model"], "without network name a folder that holds the model"),
         (["--data.text=nowhere.txt"], "data.text: no file or folder 'nowhere.txt'"),
         (["--data.length=16"], "data.length=16: must be at least 32"),
         (["--output=artifact.bin"], "output 'artifact.bin' must name a file that ends in .calib.safetensors"),

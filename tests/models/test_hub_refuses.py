@@ -72,7 +72,7 @@ def test_without_a_network_it_stops_at_once_and_says_what_to_do(tmp_path):
     line = refused(tmp_path, NOBODY)
     assert line.startswith(f"calib: error: no folder '{NAME}' here, and the Hugging Face hub cannot be reached")
     assert "licence accepted on its page and `hf auth login`" in line
-    assert line.endswith("without network give model.path=FOLDER")
+    assert line.endswith("without network name a folder that holds the model")
 
 
 @pytest.mark.full
@@ -80,7 +80,7 @@ def test_a_gated_model_wants_its_licence_accepted(tmp_path):
     with hub(401, "GatedRepo") as endpoint:
         assert refused(tmp_path, endpoint) == (
             f"calib: error: the Hugging Face hub does not give '{NAME}' to you yet (status 401): accept its licence at "
-            f"{endpoint}/{NAME} and log in with `hf auth login`, or give model.path=FOLDER"
+            f"{endpoint}/{NAME} and log in with `hf auth login`, or name a folder that holds the model"
         )
 
 
@@ -102,7 +102,7 @@ def test_what_the_hub_answers_is_told(monkeypatch, status, code, line):
     error = OSError("no luck")
     error.__cause__ = caught.value
     told = why_the_hub_gave_none("owner/name", error, "OSError: no luck")
-    assert line in told and told.endswith("give model.path=FOLDER") and len(told) < 400
+    assert line in told and told.endswith("name a folder that holds the model") and len(told) < 400
 
 
 def test_offline_by_choice_is_told_like_no_network(monkeypatch):
