@@ -1,6 +1,8 @@
 """Runs `calib fit` and `calib merge`: loads the model, runs the stages, writes the artifact or a shard, prints the figures."""
 
+import math
 import os
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +33,8 @@ from calib.output_check import check_file, check_folder
 from calib.runtime.artifact.artifact import Artifact
 from calib.runtime.artifact.fingerprint import fingerprint
 from calib.runtime.files import canonical_json
+
+GROUP = 32  # channels that share parameters, by default of `kivi`
 
 
 def fit(cli: FitCLI, calibration: Calibration, data: CaptureData) -> None:
@@ -147,7 +151,14 @@ def report(cli: FitCLI, artifact: Artifact, metrics: dict[str, Any], output: Pat
     size = os.path.getsize(output)
     print(f"wrote {output} ({size / 1e3:.1f} kB, {len(artifact.tensors)} tensors); figures in {cli.folder}")
     tell_checkpoints(cli)
-    print(f"next: calib generate --model {calibration.path} --artifact {output} --method kivi --bits 2")
+    print(f"next: {first_look(calibration.path, output, calibration.shape.head_dim)}")
+
+
+def first_look(model: str, artifact: Path, head_dim: int) -> str:
+    """Returns a command that generates with the artifact, with a smaller group where `kivi`'s own does not divide head_dim."""
+    words = ["calib", "generate", "--model", model, "--artifact", str(artifact), "--method", "kivi", "--bits", "2"]
+    group = math.gcd(GROUP, head_dim)
+    return shlex.join(words if group == GROUP else [*words, "--group", str(group)])
 
 
 @rank_zero_only

@@ -20,6 +20,7 @@ from calib.runtime.methods.per_stream import PerStream, Streams, of_streams
 from calib.runtime.ordered.store import LayerPlan
 from calib.runtime.ordered.stream import StreamPlan
 from calib.runtime.stages.codec import Codec, UniformQuant
+from calib.runtime.stages.codec.uniform import not_divided
 from calib.runtime.stages.contract import Transform
 from calib.runtime.stages.schedule import Blocks, SlidingResidual
 from calib.runtime.stages.transform import WithoutBias
@@ -85,6 +86,10 @@ class Kivi(Method):
     def plan(self, layer: int, geometry: Geometry, artifact: Artifact | None) -> LayerPlan:
         """The stages of keys and of values of one layer."""
         check_statistics(self.statistics, artifact, "kivi")
+        if geometry.head_dim % (
+            group := self._group().values
+        ):  # told before the artifact's lack of clip factors for it
+            raise not_divided(group, geometry.head_dim, "channels")
         keys, values = (
             basis_of(self.basis, stream, layer, geometry, artifact, "kivi") for stream in ("keys", "values")
         )

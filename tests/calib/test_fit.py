@@ -1,6 +1,7 @@
 """`calib fit` end to end on toy models: one artifact, the same bytes however often and however interrupted."""
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -18,10 +19,12 @@ from calib.capture.data import CaptureData
 from calib.capture.shape import Shape
 from calib.cli import main
 from calib.fit.calibration import Calibration
+from calib.fit.command import first_look
 from calib.fit.stage import STAGES
 from calib.runtime import Codec, compress
 from calib.runtime.artifact.artifact import Artifact
 from calib.runtime.artifact.transform_tensors import KINDS, STORAGE, STREAM_KINDS
+from calib.runtime.methods import build
 from calib.statistics.channel_range import ChannelRanges
 
 SMALL = [
@@ -106,6 +109,15 @@ def test_the_artifact_belongs_to_the_model_and_holds_what_the_registry_names(toy
     )
 
 
+@pytest.mark.parametrize(("head_dim", "group"), [(8, 8), (32, None), (80, 16), (128, None), (192, None)])
+def test_the_next_command_suits_the_heads(head_dim, group):
+    found = shlex.split(first_look("./a model", Path("a model.calib.safetensors"), head_dim))
+    assert found[2:6] == ["--model", "./a model", "--artifact", "a model.calib.safetensors"]
+    options = {word[2:]: int(value) for word, value in zip(found[8::2], found[9::2], strict=True)}
+    assert options == {"bits": 2} | ({"group": group} if group else {})
+    assert head_dim % build(found[7], options).group == 0
+
+
 def test_the_ranges_are_those_of_a_plain_forward_pass(toy, fitted):
     """No part of the pipeline is used but the corpus: keys and values come from transformers' own cache."""
     data = CaptureData(
@@ -133,7 +145,8 @@ def test_the_same_seed_gives_the_same_bytes_and_prints_a_table(toy, fitted, tmp_
         f"{shown[f'error_{bits}bit_{name}']:.3f}" for bits in (4, 2) for name in ("prompt", "clipped", "calibrated")
     ]
     assert "wrote elsewhere/other name.safetensors" in out
-    assert "next: calib generate" in out
+    (following,) = (shlex.split(line)[2:] for line in out.splitlines() if line.startswith("next: calib "))
+    assert main([*following, "--prompt", "line", "--max-new-tokens", "1"]) == 0
     config = yaml.safe_load((tmp_path / "runs/other name/config.yaml").read_text())
     assert config["data"]["length"] == 64
     tables = list((tmp_path / "runs/other name").rglob("fit-layers.csv"))

@@ -86,6 +86,12 @@ def test_an_artifact_gives_each_head_its_clip(artifact, layer):
     assert said.keys.codec.clip == said.values.codec.clip == 0.75
 
 
+def test_a_group_of_kivi_that_does_not_suit_the_heads_is_told_first(artifact):
+    """And not that the artifact has no clip factor for it, which no fit could measure."""
+    with pytest.raises(ValueError, match="a group of 64 channels does not divide 32 channels"):
+        build("kivi", {"bits": 2, "group": 64}).plan(0, GEOMETRY, artifact)
+
+
 @pytest.mark.parametrize("layer", [0, 1])
 def test_calibrated_kivi_takes_ranges_and_scales_from_the_artifact(artifact, layer):
     plan = build("kivi", {"bits": 2, "statistics": "calibrated"}).plan(layer, GEOMETRY, artifact)

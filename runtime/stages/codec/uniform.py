@@ -226,11 +226,16 @@ class UniformQuant(Codec):
         sizes = (self.group[0] or tokens, self.group[1] or channels)
         for size, whole, axis in ((sizes[0], tokens, "tokens"), (sizes[1], channels, "channels")):
             if whole % size:
-                raise ValueError(
-                    f"a group of {size} {axis} does not divide {whole} {axis}; give a divisor of {whole} as the option group (of "
-                    "corrections: residual_group)"
-                )
+                raise not_divided(size, whole, axis)
         return sizes
+
+
+def not_divided(size: int, whole: int, axis: str) -> ValueError:
+    """Returns the error of groups of `size` tokens or channels that do not divide `whole` of them."""
+    return ValueError(
+        f"a group of {size} {axis} does not divide {whole} {axis}; give a divisor of {whole} as the option group (of "
+        "corrections: residual_group)"
+    )
 
 
 def _of_clip(clip: Tensor, bits: int) -> tuple[Tensor, Tensor]:
