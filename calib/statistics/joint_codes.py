@@ -19,6 +19,9 @@ from calib.statistics.transform_basis import principal
 
 EVERY = 3  # steps are measured on one token in so many: neighbours are similar
 RIDGE = 1e-3  # ridge, as a share of each predictor's variance
+# A predictor of so small a deviation predicts nothing. Decoded vectors of a head without variance deviate by about 1e-20, and their
+# regression would have entries beyond what an artifact may hold.
+LEAST = 1e-12
 SIZE_BITS, MOST_BITS = 4, 8
 
 
@@ -99,8 +102,7 @@ def regression(x: Tensor, known: Tensor, blocks: int = 1) -> Tensor:
     """
     inputs, outputs = (part.unflatten(-1, (blocks, part.shape[-1] // blocks)).transpose(0, 1) for part in (known, x))
     square, cross = (inputs.mT @ inputs).double(), (inputs.mT @ outputs).double()
-    # The tiny constant keeps the matrix regular if a predictor is constant 0.
-    ridge = RIDGE * square.diagonal(dim1=-2, dim2=-1) + torch.finfo(torch.float32).tiny
+    ridge = RIDGE * square.diagonal(dim1=-2, dim2=-1) + LEAST**2 * max(1, len(known))
     return torch.block_diag(
         *torch.cholesky_solve(cross, torch.linalg.cholesky(square + torch.diag_embed(ridge)))
     ).float()

@@ -5,7 +5,7 @@ from toy_layer_sample import SHAPE, sample
 
 from calib.runtime.artifact.tensor_registry import check_registered
 from calib.runtime.rotation import Rotation
-from calib.statistics.joint_codes import RIDGE, JointCodes, price_of
+from calib.statistics.joint_codes import RIDGE, JointCodes, price_of, regression
 from calib.statistics.storage_codes import StorageCodes
 
 TURN = Rotation(torch.tensor([0.3, 0.05, 0.007, 0.001], dtype=torch.float64))
@@ -44,6 +44,16 @@ def test_a_fit_by_its_formulas():
     y = (left - left.mean(0))[::3] @ rows.T
     torch.testing.assert_close(found.errors[0, :, 0], y.square().mean(0), rtol=1e-3, atol=1e-6)
     assert bool((found.errors[0, :, 0].diff() <= 0).all() and (found.errors.diff(dim=-1) <= 0).all())
+
+
+def test_a_predictor_without_variance_predicts_nothing():
+    """A head of equal keys is decoded to keys that deviate by 1e-20: rounding, which is proportional to other heads' components."""
+    draw = torch.Generator().manual_seed(2)
+    x, known = joined(draw)
+    nothing = 1e-20 * x[:, :2]
+    found = regression(x - x.mean(0), torch.cat([known, nothing - nothing.mean(0)], -1))
+    assert float(found[-2:].abs().max()) < 1e6  # an artifact may hold 1e18
+    torch.testing.assert_close(found[:-2], regression(x - x.mean(0), known), rtol=1e-6, atol=1e-7)
 
 
 def test_widths_are_worth_their_bits_and_more_of_them_err_less():
