@@ -25,6 +25,7 @@ from calib.runtime.artifact.transform_tensors import PREDICTED, SIZED
 from calib.runtime.messages.printable import printable
 from calib.runtime.messages.whole_numbers import MOST, check_whole
 from calib.runtime.methods.contract import Geometry, Method, check_choice, check_flag
+from calib.runtime.paging.page_numbers import PageNumbers
 from calib.runtime.paging.pages import GROWTH, TIER_PAGE_TOKENS
 from calib.runtime.paging.window import STEP
 from calib.runtime.stages.codec import Codec, MixedQuant
@@ -39,6 +40,7 @@ WINDOW, BLOCK = 64, 16  # tokens, without tiers
 TIERS_BLOCK = 100  # as in `zipcache`
 MOST_BYTES = 2**50  # the largest budget
 EXACT_BYTES = 2  # of a value in the exact window, where a budget is in bytes
+PAGE_NUMBER_BYTES = 4  # int32; the device may hold two copies, one of them with room for more pages
 
 _told: "WeakSet[Artifact]" = WeakSet()  # artifacts for which a missing stream was reported
 
@@ -178,12 +180,16 @@ class Klt(Method):
         self, allocation: Allocation, coding: Coding, layers: int, heads: int, channels: int, growing: bool = False
     ) -> int:
         """Returns the bytes of a cache of `batch` rows of `context` tokens in a 16-bit model: packed pages, exact tokens and
-        tables; with `growing` also the pages, at most, that are allocated ahead while rows grow token by token."""
+        tables; with `growing` also, at most, the pages that are allocated ahead while rows grow token by token, and the pages'
+        numbers on the device."""
         assert self.context is not None
         tiering = self._tiering()
         exact = min(-(-self.context // STEP) * STEP, self.sinks + tiering.window + tiering.block)
-        pages = self.batch * -(-max(0, self.context - self.sinks - tiering.window) // TIER_PAGE_TOKENS)
-        pages += pages // GROWTH if growing else 0
+        longest = -(-max(0, self.context - self.sinks - tiering.window) // TIER_PAGE_TOKENS)  # pages of a row
+        pages, numbers = self.batch * longest, 0
+        if growing:
+            pages += pages // GROWTH
+            numbers = PAGE_NUMBER_BYTES * self.batch * (longest + PageNumbers(TIER_PAGE_TOKENS).with_room(longest))
         width, tables = 0, 0  # bytes of a token's codes and sizes in all layers
         for both in zip(*(allocation.streams[role] for role in ROLES), strict=True):
             keys, values = (len(own.widths) * max(own.counts) for own in both)
@@ -197,7 +203,7 @@ class Klt(Method):
                 tables += 2 * keys * channels + 4 * channels
         window = self.batch * exact * layers * heads * 2 * channels * EXACT_BYTES
         turns = 4 * channels if coding.rope == "before" else 0  # RoPE's frequencies, at most; all heads share them
-        return window + pages * TIER_PAGE_TOKENS * width + heads * tables + turns
+        return window + pages * TIER_PAGE_TOKENS * width + numbers + heads * tables + turns
 
     def _within_bytes(self, found: Allocator, coding: Coding) -> Allocation:
         assert self.bytes is not None

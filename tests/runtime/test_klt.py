@@ -251,6 +251,23 @@ def test_a_budget_in_bytes_holds_at_every_token_of_a_growing_text(model, artifac
     assert 0.9 * budget < max(found) <= budget
 
 
+def test_a_budget_in_bytes_includes_the_numbers_of_pages(model, artifact):
+    """Pages of rows that grow side by side are not consecutive, so the device has a table of their numbers."""
+    context, start = 300, 260
+    method = Klt(bytes=10**7, context=context, batch=2, sinks=7, window=64, block=1, size=False)
+    coding = method.coding(artifact)
+    (allocation,) = method.allocations(artifact, coding)
+    assert allocation.bits == 8
+    most = method.bytes_of(allocation, coding, *artifact.tensor("keys.klt.mean").shape, growing=True)
+    cache = compress(model, "klt", artifact=artifact, bits=8, sinks=7, window=64, block=1, size=False)
+    cache.release()
+    rows = [Tokens.random(model, context, seed=row) for row in range(2)]
+    feed(cache, [row[:start] for row in rows])
+    for token in range(start, context):
+        feed(cache, [row[token : token + 1] for row in rows])
+        assert cache.memory().measured_bytes <= most
+
+
 @pytest.mark.parametrize("rope", ["before", "after"])
 @pytest.mark.parametrize("context", [40, 300])
 def test_bytes_are_those_of_the_cache(model, artifact, rope, context):
