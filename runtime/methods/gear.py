@@ -66,8 +66,6 @@ class Gear(Method):
     name: ClassVar[str] = "gear"
     packs: ClassVar[tuple[type[Codec], ...]] = (UniformQuant,)
     own_corrections: ClassVar[bool] = True
-
-    named: ClassVar[str] = "gear"
     grid: ClassVar[Grid] = Grid(WIDTHS | RANKS | {"outliers": (0.0, 0.01, 0.02, 0.05)})
 
     variant: Literal["released", "paper"] = "released"
@@ -96,7 +94,7 @@ class Gear(Method):
         keys, values = (TierStages(Identity(), self._codec(role, geometry)) for role in ("keys", "values"))
         plan = TieredPlan((TierPlan(keys, values),), self._tiering())
         form = Form(self.variant == "paper", not self.per_head)
-        return self._corrections().over(plan, layer, artifact, form, self.named)
+        return self._corrections().over(plan, layer, artifact, form, self.name)
 
     def _codec(self, role: str, geometry: Geometry) -> UniformQuant:
         bits, group = self._bits().of(role), self._group().of(role)
@@ -184,8 +182,6 @@ class GearL(Gear):
     """
 
     name: ClassVar[str] = "gear_l"
-
-    named: ClassVar[str] = "gear_l"
     grid: ClassVar[Grid] = Grid(WIDTHS | RANKS)
 
     outliers: float | Streams[float] = 0.0
@@ -199,8 +195,6 @@ class Uniform(Gear):
     """
 
     name: ClassVar[str] = "uniform"
-
-    named: ClassVar[str] = "uniform"
     grid: ClassVar[Grid] = Grid(WIDTHS)
 
     backbone: Backbone | None = "uniform"
@@ -216,8 +210,6 @@ class GroupWise(Gear):
     """
 
     name: ClassVar[str] = "group_wise"
-
-    named: ClassVar[str] = "group_wise"
     grid: ClassVar[Grid] = Grid(WIDTHS)
 
     backbone: Backbone | None = "channel"
@@ -233,8 +225,6 @@ class OutlierReduced(Gear):
     """
 
     name: ClassVar[str] = "outlier_reduced"
-
-    named: ClassVar[str] = "outlier_reduced"
     grid: ClassVar[Grid] = Grid(WIDTHS | {"outliers": (0.01, 0.02, 0.05, 0.1)})
 
     variant: Literal["released", "paper"] = "paper"
