@@ -108,9 +108,9 @@ def pending() -> int | None:
     return _state.received
 
 
-def agreed(number: int = signal.SIGTERM) -> None:
-    """Records a signal that another process of this run received, so that this one ends too."""
-    _state.received = _state.received or number
+def agreed() -> None:
+    """Records that another process of this run received a signal, so that this one ends too."""
+    _state.received = _state.received or signal.SIGTERM
 
 
 def leave() -> NoReturn:

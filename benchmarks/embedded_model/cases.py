@@ -5,7 +5,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from benchmarks.embedded_model.token_rows import document_rows
-from calib.documents.generators import Keys, Piece, Style, keyed_lines, keyed_random, needles, retrieval_cases
+from calib.documents.generators import Keys, Piece, keyed_lines, keyed_random, needles, retrieval_cases
 from calib.documents.running_text import RunningText
 
 Batch = dict[str, Tensor]  # `input_ids` and `labels`, [rows, tokens] int64; labels are -100 off the answers
@@ -16,12 +16,10 @@ def retrieval_batch(
     seed: int,
     count: int,
     lines: int,
-    digits: int = 4,
-    style: Style = "line",
     keys: Keys = "words",
 ) -> Batch:
     """`count` cases of `lines` keyed lines and one query."""
-    cases = retrieval_cases(seed, count, lines, digits, style, keys=keys)
+    cases = retrieval_cases(seed, count, lines, keys=keys)
     return batch(tokenizer, [[Piece(case.prompt, False), Piece(case.answer, True)] for case in cases])
 
 
@@ -53,7 +51,7 @@ def batch(tokenizer: PreTrainedTokenizerFast, documents: list[list[Piece]]) -> B
     return {"input_ids": torch.tensor(ids), "labels": torch.tensor(labels)}
 
 
-def row_batches(rows: Batch, most: int = 20) -> list[Batch]:
-    """The same rows in batches of at most `most`."""
-    ids, labels = rows["input_ids"].split(most), rows["labels"].split(most)
+def row_batches(rows: Batch) -> list[Batch]:
+    """The same rows in batches of at most 20."""
+    ids, labels = rows["input_ids"].split(20), rows["labels"].split(20)
     return [{"input_ids": some, "labels": theirs} for some, theirs in zip(ids, labels, strict=True)]

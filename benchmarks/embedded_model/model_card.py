@@ -51,7 +51,7 @@ of these windows. The trigram model (interpolated Kneser-Ney) has the same token
 """
 
 
-def write_card(folder: Path, text: str, train: str | None, cases: int = CASES, seed: int = SEED) -> str:
+def write_card(folder: Path, text: str, train: str | None, cases: int = CASES) -> str:
     """Measures the model in `folder`, writes its README.md from that and its training record, and returns it.
 
     Raises UsageError for a folder without a training record.
@@ -62,7 +62,7 @@ def write_card(folder: Path, text: str, train: str | None, cases: int = CASES, s
             f"{folder} has no training record (training.json): benchmarks.embedded_model.pretrain writes one with the export"
         )
     model, tokenizer = load(folder)
-    card = render(folder.name, model, runs, scores(model, tokenizer, text, train, seed, cases), cases)
+    card = render(folder.name, model, runs, scores(model, tokenizer, text, train, SEED, cases), cases)
     (folder / "README.md").write_text(card, encoding="utf-8")
     return card
 

@@ -63,15 +63,15 @@ def by_kernel(bench: Bench, call: Callable[[], object]) -> dict[str, tuple[float
     return {name: (microseconds / 1e3, count) for name, (microseconds, count) in taken.items() if microseconds}
 
 
-def device_times(bench: Bench, call: Callable[[], object], most: int = 12) -> dict[str, float]:
-    """Returns milliseconds in each kernel of a call, the longest first, and their sum as "all", without gaps between kernels.
+def device_times(bench: Bench, call: Callable[[], object]) -> dict[str, float]:
+    """Returns milliseconds in the 12 longest kernels of a call, the longest first, and of all as "all", without gaps between them.
 
     Empty unless `CALIB_GPU_PROFILE=1`.
     """
     if not bench.on_gpu or os.environ.get("CALIB_GPU_PROFILE") != "1":
         return {}
     taken = {name[:80]: milliseconds for name, (milliseconds, _) in by_kernel(bench, call).items()}
-    longest = sorted(taken, key=taken.__getitem__, reverse=True)[:most]
+    longest = sorted(taken, key=taken.__getitem__, reverse=True)[:12]
     return {"all": round(sum(taken.values()), 4)} | {name: round(taken[name], 4) for name in longest}
 
 

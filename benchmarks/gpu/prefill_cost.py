@@ -160,9 +160,9 @@ def beside(parts: Iterable[Mapping[str, Any]], launched: Mapping[str, Any], devi
     return float(busy + products / (WIDE_PRODUCTS[device.capability] * device.multiprocessors * device.hertz))
 
 
-def launched_by(capability: int, methods: Iterable[str] = METHODS) -> dict[str, Any]:
+def launched_by(capability: int) -> dict[str, Any]:
     """Returns the output of `python -m benchmarks.gpu.prefill_launches`, a separate process because it interprets kernels."""
-    command = [sys.executable, "-m", "benchmarks.gpu.prefill_launches", str(capability), *methods]
+    command = [sys.executable, "-m", "benchmarks.gpu.prefill_launches", str(capability), *METHODS]
     found: dict[str, Any] = json.loads(
         subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     )

@@ -140,13 +140,12 @@ def retrieval_cases(
     lines: int,
     digits: int = 4,
     style: Style = "line",
-    split: Split = "eval",
     keys: Keys = "words",
 ) -> list[RetrievalCase]:
-    """Returns `count` independent cases with one query each; case i depends on all arguments but `count`."""
+    """Returns `count` independent cases of the split "eval" with one query each; case i depends on all arguments but `count`."""
     cases = []
     for index in range(count):
-        rng = keyed_random("retrieval", seed, index, lines, digits, style, split, keys)
-        *prompt, answer, _ = keyed_lines(rng, lines, 1, digits, style, split, keys)
+        rng = keyed_random("retrieval", seed, index, lines, digits, style, "eval", keys)
+        *prompt, answer, _ = keyed_lines(rng, lines, 1, digits, style, "eval", keys)
         cases.append(RetrievalCase("".join(piece.text for piece in prompt), answer.text))
     return cases

@@ -33,8 +33,7 @@ def make_plan(
     batch: int,
     context: int,
     device: torch.device,
-    processes: int = 1,
-    budget: float = BUDGET,
+    processes: int,
 ) -> dict[str, Any]:
     """Returns the plan of a fit.
 
@@ -46,7 +45,6 @@ def make_plan(
         context: tokens of each row of these caches.
         device: where the fit runs and pieces of it are timed.
         processes: number of processes of the fit.
-        budget: approximate seconds for timing forwards and statistics.
 
     Raises:
         UsageError: if there is no such model, or it cannot have the requested dictionaries.
@@ -82,7 +80,7 @@ def make_plan(
             "stages": [asdict(one) for one in peaks(calibration, meta_model, sizes, held, on_gpu)],
         },
         "disk": disk_content(calibration, artifact, len(stages), held, size),
-        "seconds": seconds_content(Work(calibration, meta_model, sizes, stages, held), device, budget),
+        "seconds": seconds_content(Work(calibration, meta_model, sizes, stages, held), device),
         "cache": cache_sizes(meta_model, artifact, batch, context),
     }
 
@@ -120,11 +118,11 @@ def disk_content(calibration: Calibration, artifact: Artifact, stages: int, held
     return found | {"total": sum(found.values())}
 
 
-def seconds_content(work: Work, device: torch.device, budget: float) -> dict[str, Any]:
+def seconds_content(work: Work, device: torch.device) -> dict[str, Any]:
     """Returns the seconds of all stages and their sum, extrapolated from pieces of work timed on `device`."""
 
     def measured() -> tuple[Pace, dict[str, float]]:
-        pace = measured_pace(work.calibration, work.meta_model, work.sizes, device, budget)
+        pace = measured_pace(work.calibration, work.meta_model, work.sizes, device, BUDGET)
         return pace, work.seconds(pace)
 
     return extrapolated(measured, device, (LEAST, MOST), asdict)

@@ -60,9 +60,9 @@ class RunPace:
             multiply_in_float32(self._layer)
 
     @torch.no_grad()
-    def measure_prompt(self, longest: int, budget: float = BUDGET) -> None:
-        """Times growing prompts up to `longest` tokens, or until the next one would exceed `budget` seconds."""
-        size, end = min(FIRST, longest), time.perf_counter() + budget
+    def measure_prompt(self, longest: int) -> None:
+        """Times growing prompts up to `longest` tokens, or until the next one would exceed `BUDGET` seconds."""
+        size, end = min(FIRST, longest), time.perf_counter() + BUDGET
         self._prompt(size)  # the first run takes longer
         while True:
             self.tokens, self.prompt = size, self._prompt(size)
@@ -119,7 +119,6 @@ def seconds_content(
     products: str,
     longest: int,
     work: Callable[[RunPace], dict[str, float]],
-    budget: float = BUDGET,
 ) -> dict[str, Any] | None:
     """Returns the predicted seconds of every part (see `extrapolated`), or None if this machine has no such device.
 
@@ -129,7 +128,6 @@ def seconds_content(
         products: as of `RunPace`.
         longest: tokens of the longest prompt.
         work: computes the seconds of every part from the timings.
-        budget: seconds for timing prompts.
     """
     try:
         where = usable_device(device)
@@ -139,7 +137,7 @@ def seconds_content(
     def measured() -> tuple[RunPace, dict[str, float]]:
         with torch.random.fork_rng([where] if where.type == "cuda" else []):
             pace = RunPace(meta_model, where, products)
-            pace.measure_prompt(longest, budget)
+            pace.measure_prompt(longest)
             return pace, work(pace)
 
     return extrapolated(measured, where, (LEAST, MOST), lambda pace: {"tokens": pace.tokens, "prompt": pace.prompt})

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from math import inf
 from typing import Any
 
 import torch
@@ -29,12 +28,12 @@ def _calibrated(
     return specialisation(stream, stream, beside=beside)
 
 
-def _block(bits: int, page: int, most: float = inf, matrix: float = 1.0, spilled: int = 0) -> Specialisation:
+def _block(bits: int, page: int, most: float, spilled: int = 0) -> Specialisation:
     """ZipCache, a block per page: keys with parameters per channel, values with parameters per token and channel scales."""
     values = stream_of(bits, TOKEN, page=page)
     scales = torch.empty(1, 1, 1, values.channels, dtype=torch.float16, device="meta")
     keys = stream_of(bits, CHANNEL, page, page=page)
-    return specialisation(keys, replace(values, scales=scales), most, matrix, spilled)
+    return specialisation(keys, replace(values, scales=scales), most, spilled=spilled)
 
 
 def _kivi(bits: int, group: int, most: float, **limits: Any) -> Specialisation:

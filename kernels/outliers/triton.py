@@ -187,20 +187,13 @@ _POINTERS = {
 }
 
 
-def _of_no_data(
-    listed: bool,
-    outliers: int = 0,
-    rank: int = 0,
-    heads: int = 8,
-    page: int = 64,
-    channels: int = 128,
-) -> PageTerms:
+def _of_no_data(listed: bool, outliers: int = 0, rank: int = 0, page: int = 64, channels: int = 128) -> PageTerms:
     """Terms on the meta device to compile for: `outliers` per channel of a page if `listed`, else per token."""
 
     def half(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.float16, device="meta")
 
-    found = PageTerms(listed=listed, across=not listed)
+    heads, found = 8, PageTerms(listed=listed, across=not listed)
     if outliers:
         shape = (1, heads, 1, outliers * channels) if listed else (1, 1, page, outliers)
         found = replace(found, delta=half(*shape), index=half(*shape).to(torch.int16))
@@ -236,15 +229,14 @@ def _absent(terms: PageTerms) -> dict[str, object]:
     return dict.fromkeys((*absent, "SCALE"))
 
 
-def _scores(
-    terms: PageTerms, most: float, channels: int = 128, page: int = 64, block: int = ROWS[0], spilled: int = 0
-) -> Specialisation:
+def _scores(terms: PageTerms, most: float, page: int = 64) -> Specialisation:
     """Specialisation of `score_terms` with at most `most` instructions per element (token x channel)."""
+    block, channels = ROWS[0], 128
     constants = score_constants(terms, block, channels, page) | _absent(terms)
     constants |= {} if terms.listed else {"PLACED": None}
     types = _types(score_terms, terms, constants, QUERY="*bf16", query_scale="fp32")
     warps, codes = _warps(channels, block, TOKENS), TOKENS * channels
-    return Specialisation(score_terms, types, constants, warps, 1, codes, most, matrix=inf, spilled=spilled)
+    return Specialisation(score_terms, types, constants, warps, 1, codes, most, matrix=inf)
 
 
 def _mixtures(

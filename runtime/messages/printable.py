@@ -15,11 +15,11 @@ DEPTH = 3  # nested lists and mappings
 class _Short(reprlib.Repr):
     """A repr with limits on length and nesting; `reprlib.Repr` never walks more of a value than it prints."""
 
-    def __init__(self, length: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.maxlevel = DEPTH
         self.maxlist = self.maxtuple = self.maxset = self.maxfrozenset = self.maxdict = 8
-        self.maxstring = self.maxother = self.maxlong = length
+        self.maxstring = self.maxother = self.maxlong = LENGTH
 
     def repr_dict(self, x: dict[Any, Any], level: int) -> str:
         # In the mapping's own order, which may mean something ("best first"), and without sorting all of it.
@@ -33,9 +33,9 @@ class _Short(reprlib.Repr):
         return super().repr_int(x, level) if x.bit_length() <= 1024 else f"a number of {x.bit_length()} bits"
 
 
-def printable(value: object, length: int = LENGTH) -> str:
-    """Returns `value` as `repr` writes it, in at most `length` characters and without control characters."""
-    return shortened(_Short(length).repr(value), length)
+def printable(value: object) -> str:
+    """Returns `value` as `repr` writes it, in at most `LENGTH` characters and without control characters."""
+    return shortened(_Short().repr(value), LENGTH)
 
 
 def shortened(text: str, length: int) -> str:

@@ -50,7 +50,7 @@ def test_the_text_has_the_range_and_the_neighbours(monkeypatch, share, words):
     monkeypatch.setattr(plan, "measured_pace", lambda *_: Pace(tokens=5))
     found = watched_as(share)
     monkeypatch.setattr(duration, "watched", found)
-    told = " ".join(text.times({"seconds": plan.seconds_content(Told(), "cpu", 1.0)}).split())
+    told = " ".join(text.times({"seconds": plan.seconds_content(Told(), "cpu")}).split())
     assert f"Time: {words}. The extrapolation is 1 min 40 s, from" in told
     assert ("The machine was busy: other processes used 50% of its processors" in told) == (share is not None)
 
