@@ -87,7 +87,7 @@ class TakenOver:
     notes: list[str] = field(default_factory=list)
 
 
-def taken_over(evaluation: Evaluation, earlier: EarlierRun, finished: Collection[str] = ()) -> TakenOver:
+def taken_over(evaluation: Evaluation, earlier: EarlierRun, finished: Collection[str]) -> TakenOver:
     """Returns the results of `earlier` for cells of `evaluation`; cells with a key in `finished` get no note if they differ.
 
     Raises UsageError that names the difference if no cell can be taken over: another model, dtype, device, seed, batch size,

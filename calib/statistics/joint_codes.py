@@ -95,7 +95,7 @@ class JointCodes:
         return predicted + (said @ self.columns.mT).transpose(0, 1).flatten(1)
 
 
-def regression(x: Tensor, known: Tensor, blocks: int = 1) -> Tensor:
+def regression(x: Tensor, known: Tensor, blocks: int) -> Tensor:
     """Returns the ridge regression of `x [n, width]` on `known [n, predictors]`: float32 `[predictors, width]`.
 
     It is block diagonal, with `blocks` blocks.

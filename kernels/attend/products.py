@@ -66,7 +66,7 @@ def number_mix(weights: Tensor, numbers: Tensor) -> Tensor:
 
 
 def turned_number_scores(
-    query: Tensor, numbers: Tensor, matrix: Tensor, cos: Tensor, sin: Tensor, sizes: Tensor | None = None
+    query: Tensor, numbers: Tensor, matrix: Tensor, cos: Tensor, sin: Tensor, sizes: Tensor | None
 ) -> Tensor:
     """`turned_scores` for unpacked integers int16 `[..., components, T]`."""
     if cpu.serves(query, numbers) and matrix.shape[-1] <= cpu.MOST_CHANNELS and query.shape[-1] % cpu.AXES == 0:

@@ -46,7 +46,7 @@ def keys_of_codes(
     return keys_of_numbers(codes, matrix, sizes)
 
 
-def keys_of_numbers(codes: Tensor, matrix: Tensor, sizes: Tensor | None = None) -> Tensor:
+def keys_of_numbers(codes: Tensor, matrix: Tensor, sizes: Tensor | None) -> Tensor:
     """`keys_of_codes` for unpacked `codes [..., kv_heads, components, tokens]`."""
     *lead, components, tokens = codes.shape
     numbers = torch.empty(*lead, matrix.shape[-1], tokens, device=codes.device)

@@ -35,7 +35,7 @@ class Tiles:
     stages: int
 
 
-def tiles_of(channels: int, dtype: torch.dtype, capability: tuple[int, int] = HOPPER) -> Tiles:
+def tiles_of(channels: int, dtype: torch.dtype, capability: tuple[int, int]) -> Tiles:
     """Tiles that need less than 100 KB of shared memory, which every GPU from capability 8.0 on has."""
     if dtype == torch.float32:  # float32 products do not use the matrix units and hold both tiles in registers
         return Tiles(32, 32, 8, 2)

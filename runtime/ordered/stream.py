@@ -191,7 +191,7 @@ class Stream:
         plain = prologue is not None and prologue.moves and self.bias is None and self.overflowed_outliers is None
         return plain
 
-    def store_step(self, forward: Forward, table: PageTable, new: Tensor, block: Block | None = None) -> list[Put]:
+    def store_step(self, forward: Forward, table: PageTable, new: Tensor, block: Block | None) -> list[Put]:
         """Stores one token for each row, `new [rows, kv_heads, 1, head_dim]`, for rows of any lengths. Returns the writes that
         the caller must still do with `put_tokens`. `block` has the encoded tokens, if they are encoded already."""
         key = ("step", self.role, new.device)

@@ -180,7 +180,7 @@ class TierView:
         return [sparse_pages(self.codecs[role], self.tier.pool, f"{role}.") for role in ("keys", "values")]
 
     def pairs_fused(
-        self, span: PageSpan, cos_sin: tuple[Tensor, Tensor] | None, softcap: float | None, runs: bool = False
+        self, span: PageSpan, cos_sin: tuple[Tensor, Tensor] | None, softcap: float | None, runs: bool
     ) -> Attended:
         """Attends all sparse pairs of the tier with one kernel, which rotates keys by `cos_sin`. With `runs` the result may
         consist of parts that are still to be merged."""

@@ -29,7 +29,7 @@ LEAST = torch.finfo(torch.float32).tiny  # a smaller scale would be 0 on devices
 
 
 def named_scales(
-    artifact: Artifact, layers: Sequence[AttentionLayer], granularity: Granularity, headroom: float = 1.0
+    artifact: Artifact, layers: Sequence[AttentionLayer], granularity: Granularity, headroom: float
 ) -> dict[str, Tensor]:
     """Returns the scales as tensors of the checkpoint: `MODULE.k_scale` and `MODULE.v_scale` of every layer.
 

@@ -29,7 +29,7 @@ WRITERS: dict[str, type[Any]] = {
 }
 
 
-def writer_of(codec: Codec, shape: Shape, fp32_params: bool, block: int | None = None) -> Writer:
+def writer_of(codec: Codec, shape: Shape, fp32_params: bool, block: int | None) -> Writer:
     """Returns the writer of `codec`.
 
     Args:

@@ -152,7 +152,7 @@ def size_words(heads: int) -> int:
     return words_per_token(heads, SIZE_BITS)
 
 
-def size_dtype(heads: int, whole_words: bool = False) -> torch.dtype:
+def size_dtype(heads: int, whole_words: bool) -> torch.dtype:
     """The dtype of these words: uint8 if 8 bits are enough and `whole_words` is False, else int16."""
     return torch.int16 if whole_words or heads * SIZE_BITS > 8 else torch.uint8
 

@@ -106,7 +106,7 @@ class Basis(Transform):
         """x^ float32 `[..., kv_heads, tokens, D]` from decoded y."""
         return (y * self.gain) @ self.back.float() + self.mean
 
-    def inverse_of_codes(self, codes: Tensor, sizes: Tensor | None = None) -> Tensor:
+    def inverse_of_codes(self, codes: Tensor, sizes: Tensor | None) -> Tensor:
         """x^ float32 `[..., kv_heads, tokens, D]` of codes `[..., kv_heads, tokens, N]`, whole numbers, and of tokens' sizes
         float32 `[..., kv_heads, tokens, 1]`, if there are any. The bits do not depend on the number of tokens: float16 entries are
         multiples of 2^-24 up to 1, and their sums with codes of 8 bits are exact in float64 up to 2^21 components."""
