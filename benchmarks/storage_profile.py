@@ -178,7 +178,7 @@ class Asked:
         """Returns the predictions with `chunks` as the prefixes, except for their first tokens, which are exact."""
         return self._predictions(torch.cat([self.chunks[:, :, :, :SINKS], chunks[:, :, :, SINKS:]], 3))
 
-    def turned(self, chunks: Tensor, sign: int) -> Tensor:
+    def rotated(self, chunks: Tensor, sign: int) -> Tensor:
         """Returns the chunks with keys rotated (sign 1) or unrotated (-1) by RoPE."""
         cos, sin = self.turn
         keys = chunks[:, 0].unflatten(-1, (self.heads, -1)).transpose(2, 3)  # [rows, layers, heads, tokens, D]
@@ -194,9 +194,9 @@ class Asked:
 
     def by_codes(self, codes: Codes) -> tuple[Tensor, float]:
         """Returns the chunks decoded by `codes`, and the bytes per token."""
-        plain = self.turned(self.chunks, -1).permute(2, 1, 0, 3, 4)  # [layers, 2, rows, tokens, width]
+        plain = self.rotated(self.chunks, -1).permute(2, 1, 0, 3, 4)  # [layers, 2, rows, tokens, width]
         found = codes.decoded(plain.flatten(2, 3)).unflatten(2, plain.shape[2:4])
-        return self.turned(found.permute(2, 1, 0, 3, 4), 1), codes.bytes_per_token
+        return self.rotated(found.permute(2, 1, 0, 3, 4), 1), codes.bytes_per_token
 
 
 def of_form(form: Form, fit: Fit, bits: list[float], once: float | None = None) -> Iterator[tuple[float, Codes]]:

@@ -135,8 +135,8 @@ class Rotation:
             x = x.to(getattr(embedding, _named(kind, "inv_freq")).device)
             cos, sin = embedding(x, torch.tensor([[at]], device=x.device), *([kind] if kind else []))
             # Gemma 4's function takes one tensor, others take queries and keys.
-            turned = apply(*[x] * list(signature(apply).parameters).index("cos"), cos, sin)
-            theirs = turned if isinstance(turned, Tensor) else turned[0]
+            applied = apply(*[x] * list(signature(apply).parameters).index("cos"), cos, sin)
+            theirs = applied if isinstance(applied, Tensor) else applied[0]
             ours = self.rotated(x, *self.cos_sin([at], x.device)) * self.scaling
         return bool(torch.allclose(theirs, ours, atol=1e-4))
 

@@ -140,7 +140,7 @@ static void mix_unit(const Codes *codes, int item, int w, int groups, int block,
 /* Scores with keys before RoPE: rebuilds a tile of keys as numbers times `matrix [columns][head_dim]`, where the numbers of a token
    are its codes times its size, then the size if there are sizes, then 1. Rotates the keys by `cos` and `sin [pairs][tokens]` and
    multiplies them with `query [ROWS][head_dim]`. */
-static void turned_tile(const Codes *codes, const int16_t *words, int count, const float *matrix, int columns,
+static void rotated_tile(const Codes *codes, const int16_t *words, int count, const float *matrix, int columns,
                         const float *sizes, const float *query, int head_dim, int pairs, const float *cos, const float *sin,
                         float *out, int left) {
     static const int wide = BATCH * LANES;
@@ -216,10 +216,10 @@ void code_mix(const Codes *codes, int groups, int block, const float *weights, c
         mix_unit(codes, unit / codes->wide, unit % codes->wide, groups, block, weights, scales, out);
 }
 
-/* out [items][ROWS][tokens] = query [items][ROWS][head_dim] times rotated keys, rebuilt as in `turned_tile` with matrix
+/* out [items][ROWS][tokens] = query [items][ROWS][head_dim] times rotated keys, rebuilt as in `rotated_tile` with matrix
    [heads][columns][head_dim]. cos and sin are [rows or 1][heads or 1][pairs][tokens], given by strides; sizes [items][tokens] or
    NULL. */
-void turned_scores(const Codes *codes, const float *query, int head_dim, const float *matrix, int columns,
+void rotated_scores(const Codes *codes, const float *query, int head_dim, const float *matrix, int columns,
                    const float *sizes, const float *cos, const float *sin, int64_t angle_batch, int64_t angle_head, int pairs,
                    float *out, int threads) {
     int tiles = (codes->tokens + BATCH * LANES - 1) / (BATCH * LANES), heads = codes->heads;
@@ -235,7 +235,7 @@ void turned_scores(const Codes *codes, const float *query, int head_dim, const f
                     __builtin_prefetch(sin + angle + (int64_t)p * codes->tokens + v * LANES);
                 }
             const int16_t *words = words_of(codes, item, &count) + at;
-            turned_tile(codes, words, count, matrix + (int64_t)head * head_dim * columns, columns,
+            rotated_tile(codes, words, count, matrix + (int64_t)head * head_dim * columns, columns,
                         sizes ? sizes + item * codes->tokens + at : 0, query + item * ROWS * head_dim, head_dim, pairs, cos + angle,
                         sin + angle, out + item * ROWS * codes->tokens + at, codes->tokens - at);
         }

@@ -103,7 +103,7 @@ def code_mix(
     return out
 
 
-def turned_scores(
+def rotated_scores(
     query: Tensor,
     words: Tensor,
     bits: int | Widths | None,
@@ -125,7 +125,7 @@ def turned_scores(
     query, matrix, cos, sin = (part.contiguous() for part in (query, matrix.mT, cos, sin))
     sizes = None if sizes is None else sizes.contiguous()
     strides = [0 if cos.ndim < axis or cos.shape[-axis] == 1 else cos.stride(-axis) for axis in (4, 3)]
-    _function("turned_scores", rows)(
+    _function("rotated_scores", rows)(
         codes, _at(query), head_dim, _at(matrix), matrix.shape[-2], _at(sizes), _at(cos), _at(sin), *strides, cos.shape[-2],
         _at(out), torch.get_num_threads(),
     )  # fmt: skip
@@ -157,7 +157,7 @@ def _function(name: str, rows: int) -> "ctypes._NamedFuncPointer":
     function.argtypes = {
         "code_scores": [codes, whole, whole, pointer, pointer, pointer, pointer, whole],
         "code_mix": [codes, whole, whole, pointer, pointer, pointer, whole],
-        "turned_scores": [
+        "rotated_scores": [
             codes, pointer, whole, pointer, whole, pointer, pointer, pointer, stride, stride, whole, pointer, whole,
         ],
     }[name]  # fmt: skip

@@ -93,7 +93,7 @@ def shape_of(keys: PackedStream, values: PackedStream, block: int) -> tuple[int,
     return SHAPES[block][is_heavy(keys, values, block), is_wide(keys, values)]
 
 
-def is_wide_turned(rope_tables: RopeTables | None) -> bool:
+def has_wide_rope(rope_tables: RopeTables | None) -> bool:
     """Whether keys that are rebuilt from components before RoPE have more channels than `WIDE`."""
     return rope_tables is not None and rope_tables.axes.shape[-1] > WIDE
 
@@ -106,7 +106,7 @@ def turn_of(
     most, _ = shape_of(keys, values, block)
     page = keys.pages.shape[2]
     if rope_tables is not None:  # the rebuilt keys take registers as well
-        most = STRIDE if block < BLOCK_ROWS[-1] and not is_wide_turned(rope_tables) else STRIDE // 2
+        most = STRIDE if block < BLOCK_ROWS[-1] and not has_wide_rope(rope_tables) else STRIDE // 2
     groups = [s.group_tokens for s in (keys, values) if mode_of(s) == CHANNEL and s.group_tokens != page]
     whole = gcd(most, page, *groups)
     if whole >= LEAST or groups or rope_tables is not None:  # with RoPE a turn is one run of positions
@@ -185,7 +185,7 @@ def runs_of(turns: int, programs: int) -> tuple[int, int]:
 def warps_of(block: int, keys: PackedStream, values: PackedStream, rope_tables: RopeTables | None) -> int:
     """Warps of a program of `decode_kernel.attend`."""
     if rope_tables is not None:
-        return 8 if is_wide_turned(rope_tables) else 4
+        return 8 if has_wide_rope(rope_tables) else 4
     return shape_of(keys, values, block)[1]
 
 
@@ -198,7 +198,7 @@ def stages_of(
 ) -> int:
     """`num_stages` of `decode_kernel.attend`; 1 where the matrices that keys are rebuilt from fill the shared memory."""
     if rope_tables is not None:
-        return 1 if is_wide_turned(rope_tables) or capability in LITTLE_MEMORY else 3
+        return 1 if has_wide_rope(rope_tables) or capability in LITTLE_MEMORY else 3
     exact, wide = EXACT in (keys.bits, values.bits), is_wide(keys, values)
     if capability >= HOPPER and not exact and not wide and has_two_buffers(keys, values, block):
         return TWO_BUFFERS

@@ -10,8 +10,8 @@ from calib.kernels.attend.options import (
     block_of,
     columns_of,
     constants_of,
+    has_wide_rope,
     is_wide,
-    is_wide_turned,
     maps_of,
     stages_of,
     turn_of,
@@ -65,8 +65,8 @@ class PageLaunch:
         mixes_keys: bool,
     ) -> "PageLaunch":
         """Returns the launch for `query_rows` query rows per KV head, cached in `keys.worked_out`."""
-        turned = None if rope_tables is None else (rope_tables.axes.shape[-1], rope_tables.fine.shape[-1])
-        key = (PageLaunch, values, query_rows, softcap, turned, mixes_keys)
+        rope_shape = None if rope_tables is None else (rope_tables.axes.shape[-1], rope_tables.fine.shape[-1])
+        key = (PageLaunch, values, query_rows, softcap, rope_shape, mixes_keys)
         found: PageLaunch | None = keys.worked_out.get(key)
         if found is None:
             found = made(keys, values, query_rows, softcap, rope_tables, mixes_keys)
@@ -84,7 +84,7 @@ def made(
 ) -> PageLaunch:
     """As `PageLaunch.over`, without the cache."""
     capability = capability_of(keys.pages.device)
-    takes_memory = capability in LITTLE_MEMORY and (is_wide(keys, values) or is_wide_turned(rope_tables))
+    takes_memory = capability in LITTLE_MEMORY and (is_wide(keys, values) or has_wide_rope(rope_tables))
     block = block_of(query_rows, few=values.sizes is not None or takes_memory)
     turn = turn_of(keys, values, block, rope_tables)
     of_keys, of_values = maps_of(keys, rope_tables is None), maps_of(values, values.sizes is None)

@@ -9,7 +9,7 @@
 
 #include "mixtures.h"
 #include "scores.h"
-#include "turned.h"
+#include "rotated.h"
 
 /* `CodeFold` of `packed_pages.py`: values are size back^T c + origin, or for tokens with sizes s, size back^T s c + s (origin -
    mean) + mean; plus, with `table`, the prediction from the codes of keys, unit table^T s (2 c - largest). */
@@ -74,7 +74,7 @@ static void run_part(const Stream *keys, const Stream *values, int16_t *down, co
     for (int number = 0; number < run.count; number++) {
         int slot = number * run.page, tokens = run.tokens - slot < run.page ? run.tokens - slot : run.page;
         if (turn)
-            turned_page(keys, turn, &run, number, head, matrix, angles, query, first + slot, tokens, scores + slot, ROOM);
+            rotated_page(keys, turn, &run, number, head, matrix, angles, query, first + slot, tokens, scores + slot, ROOM);
         else
             page_scores(keys, &run, number, head, query, met, tokens, scores + slot, ROOM);
     }

@@ -33,7 +33,7 @@ def code_mix(
     return reference.code_mix(weights, words if counts is None else spread_heads(words, counts), bits, channels)
 
 
-def turned_scores(
+def rotated_code_scores(
     query: Tensor,
     words: Tensor,
     bits: Widths,
@@ -46,7 +46,7 @@ def turned_scores(
     """Scores q.R_t k_t with keys k_t before RoPE that are rebuilt as in `reference.keys_of_codes`: `query [..., rows, D]` float32
     -> `[..., rows, T]`. The rotations R_t are given by `cos` and `sin [..., r/2, T]`."""
     if cpu.serves(query, words) and matrix.shape[-1] <= cpu.MOST_CHANNELS and query.shape[-1] % cpu.AXES == 0:
-        return cpu.turned_scores(query, words, bits, counts, matrix, cos, sin, sizes)
+        return cpu.rotated_scores(query, words, bits, counts, matrix, cos, sin, sizes)
     keys = reference.keys_of_codes(words, bits, counts, matrix, sizes)
     return reference.rotated_scores(query, keys, cos, sin)
 
@@ -65,12 +65,12 @@ def number_mix(weights: Tensor, numbers: Tensor) -> Tensor:
     return weights @ numbers.float().mT
 
 
-def turned_number_scores(
+def rotated_number_scores(
     query: Tensor, numbers: Tensor, matrix: Tensor, cos: Tensor, sin: Tensor, sizes: Tensor | None
 ) -> Tensor:
-    """`turned_scores` for unpacked integers int16 `[..., components, T]`."""
+    """`rotated_code_scores` for unpacked integers int16 `[..., components, T]`."""
     if cpu.serves(query, numbers) and matrix.shape[-1] <= cpu.MOST_CHANNELS and query.shape[-1] % cpu.AXES == 0:
-        return cpu.turned_scores(query, numbers, None, None, matrix, cos, sin, sizes)
+        return cpu.rotated_scores(query, numbers, None, None, matrix, cos, sin, sizes)
     return reference.rotated_scores(query, reference.keys_of_numbers(numbers, matrix, sizes), cos, sin)
 
 

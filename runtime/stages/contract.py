@@ -67,7 +67,7 @@ class ComponentCodes(Protocol):
     A token has n numbers: its codes, or its codes times its size, and its size (`codec/sized.py`).
     """
 
-    def turned_scores(self, query: Tensor, tile: Block, matrix: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def rotated_scores(self, query: Tensor, tile: Block, matrix: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Logits of `query [..., kv_heads, rows, D]` float32 with a tile of keys before RoPE, which are rotated by their positions'
         `cos` and `sin [..., r/2, tokens]`. A key is `matrix [kv_heads, D, n + 1]` times its n numbers and a 1 after them."""
         ...

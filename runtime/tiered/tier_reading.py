@@ -47,21 +47,21 @@ class TierReading:
             (TierReading, rows), lambda: _reading(tier, rows), (prefers_triton(tier.pool.device), *stages)
         )
 
-    def streams(self, turned: bool, maps_values: bool, shared: dict[str, Block]) -> Streams:
-        """Keys and values in the form that a kernel reads, without corrections. With `turned` the kernel rotates keys, which
+    def streams(self, rotated: bool, maps_values: bool, shared: dict[str, Block]) -> Streams:
+        """Keys and values in the form that a kernel reads, without corrections. With `rotated` the kernel rotates keys, which
         then have no channel map. Values get a channel map with `maps_values`. `shared` has the parameters that a row's tokens
         share, which differ from forward to forward."""
         # Low-rank vectors are decoded for each forward: cached, they would be in memory twice.
         if self.ranked or shared["keys"] or shared["values"]:
-            return self._streams(turned, maps_values, shared)
-        if turned not in self._kept:
-            self._kept[turned] = self._streams(turned, maps_values, shared)
-        return self._kept[turned]
+            return self._streams(rotated, maps_values, shared)
+        if rotated not in self._kept:
+            self._kept[rotated] = self._streams(rotated, maps_values, shared)
+        return self._kept[rotated]
 
-    def _streams(self, turned: bool, maps_values: bool, shared: dict[str, Block]) -> Streams:
+    def _streams(self, rotated: bool, maps_values: bool, shared: dict[str, Block]) -> Streams:
         keys, values = self._stream("keys", shared["keys"]), self._stream("values", shared["values"])
         values = mapped(values, self.transforms["values"]) if maps_values else values
-        return keys if turned else mapped(keys, self.transforms["keys"]), values
+        return keys if rotated else mapped(keys, self.transforms["keys"]), values
 
     def _stream(self, role: str, shared: Block) -> PackedStream | None:
         codec, pool, width, part = self.codecs[role], self.tier.pool, self.tier.coded[role], f"{role}."

@@ -251,7 +251,7 @@ class TierView:
         if self.rotated is not None:
             if codec.component_codes is not None and self._of_codes is not None:
                 cos_sin = self.rotated.across(self.tier, tile, self.query)
-                return codec.component_codes.turned_scores(self.query, block, self._of_codes, *cos_sin)
+                return codec.component_codes.rotated_scores(self.query, block, self._of_codes, *cos_sin)
             keys = self.transforms["keys"].inverse(codec.decode(tokens_first(block), self.tier.coded["keys"]))
             return self.query @ self.rotated.rotated(keys, self.tier, tile).mT
         found = self._listed_scores(tile, block, codec.scores(self.query, block))

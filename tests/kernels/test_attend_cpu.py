@@ -124,7 +124,7 @@ def test_heads_side_by_side_and_keys_that_are_turned(widths, counts, tokens):
         angles = drawn(*(() if shared else (2, 3)), 10, tokens, seed=9)
         asked = drawn(2, 3, 4, 24, seed=10)
         given = (asked, words, widths, counts, matrix, angles.cos(), angles.sin(), size)
-        found = products.turned_scores(*given)
+        found = products.rotated_code_scores(*given)
         as_float64 = (
             part.double() if part is not None and part.is_floating_point() else part for part in (matrix, size)
         )

@@ -79,7 +79,7 @@ def test_products_with_levels_are_those_of_float64(widths, counts, rows):
     for size in (None, sizes):
         parts = [numbers.float(), one] if size is None else [numbers * size, size, one]
         matrix = torch.randn(heads, 24, numbers.shape[2] + len(parts) - 1, generator=draw)
-        found = products.turned_number_scores(asked, numbers, matrix, angles.cos(), angles.sin(), size)
+        found = products.rotated_number_scores(asked, numbers, matrix, angles.cos(), angles.sin(), size)
         table = torch.cat([part.double() for part in parts], -2)
         bound = asked.abs().double() @ torch.ones(24, 24).double() @ (matrix.abs().double() @ table)
         cos, sin = angles.double().cos(), angles.double().sin()

@@ -57,7 +57,7 @@ class Factors:
 
     def scores(self, query: Value, block: dict[str, Value]) -> Value:
         """Returns (q B) A^T `[batch, kv_heads, rows, T]`."""
-        shared = query @ _turned(self._basis(block), self.part.basis is not None)
+        shared = query @ _transposed(self._basis(block), self.part.basis is not None)
         return shared @ block["coefficients"].cast(np.float32).permute(0, 1, 3, 2)
 
     def mix(self, weights: Value, block: dict[str, Value]) -> Value:
@@ -102,8 +102,8 @@ class Factors:
         rounds: Value = graph.constant([CHEAP_ROUNDS], np.int64)
         if width > NARROW:
             rounds = graph.where(matrix.size(2) <= width, rounds, ROUNDS)
-        turned = matrix.permute(0, 1, 3, 2)
-        return graph.repeat(rounds, start, lambda basis: orthonormal(turned @ (matrix @ basis), width, highest))
+        transposed = matrix.permute(0, 1, 3, 2)
+        return graph.repeat(rounds, start, lambda basis: orthonormal(transposed @ (matrix @ basis), width, highest))
 
 
 def orthonormal(columns: Value, width: int, count: int) -> Value:
@@ -136,5 +136,5 @@ def _reflected(x: Value, vector: Value, tau: Value) -> Value:
     return x - vector @ (vector.permute(0, 1, 3, 2) @ x * tau)
 
 
-def _turned(basis: Value, known: bool) -> Value:
+def _transposed(basis: Value, known: bool) -> Value:
     return basis.permute(0, 2, 1) if known else basis.permute(0, 1, 3, 2)

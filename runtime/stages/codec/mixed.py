@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from calib.kernels.attend.operation import PackedStream
-from calib.kernels.attend.products import code_mix, code_scores, turned_scores
+from calib.kernels.attend.products import code_mix, code_scores, rotated_code_scores
 from calib.kernels.components.operation import component_words
 from calib.kernels.components.projection import Projection
 from calib.kernels.pack.heads import join_heads, spread_heads
@@ -54,12 +54,12 @@ class MixedQuant(WordCodes):
         words = spread_heads(block["words"].mT, self.counts).mT
         return unpack(words, self.widths, self.components) * self.step(words.device) + self.least(words.device)
 
-    def turned_scores(
+    def rotated_scores(
         self, query: Tensor, tile: Block, matrix: Tensor, cos: Tensor, sin: Tensor, sizes: Tensor | None = None
     ) -> Tensor:
         """As in `ComponentCodes`: keys are `matrix [kv_heads, D, components + 1]` times the codes c and 1; with `sizes` s the
         matrix has `components + 2` columns, for s c, s and 1."""
-        return turned_scores(query, tile["words"], self.widths, self.counts, matrix, cos, sin, sizes)
+        return rotated_code_scores(query, tile["words"], self.widths, self.counts, matrix, cos, sin, sizes)
 
     def codes(self, tile: Block) -> Tensor:
         """The codes of a tile: int16 `[..., kv_heads, components, tokens]`."""

@@ -127,9 +127,9 @@ class Sized(Codec):
         """Sums of the components weighted by `weights [..., kv_heads, rows, tokens]` float32 times sizes."""
         return self.codec.mix(weights * self.sizes(tile), tile, channels)
 
-    def turned_scores(self, query: Tensor, tile: Block, matrix: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def rotated_scores(self, query: Tensor, tile: Block, matrix: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """As in `ComponentCodes`: keys are `matrix [kv_heads, D, components + 2]` times s c, s and 1, for size s and codes c."""
-        return self.codec.turned_scores(query, tile, matrix, cos, sin, self.sizes(tile))
+        return self.codec.rotated_scores(query, tile, matrix, cos, sin, self.sizes(tile))
 
     def mixed_codes(self, weights: Tensor, tile: Block) -> Tensor:
         """Sums of s c and s by `weights [..., kv_heads, rows, tokens]` float32: `[..., kv_heads, rows, components + 1]`."""

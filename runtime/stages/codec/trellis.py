@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from calib.kernels.attend.operation import PackedStream
-from calib.kernels.attend.products import number_mix, number_scores, turned_number_scores
+from calib.kernels.attend.products import number_mix, number_scores, rotated_number_scores
 from calib.kernels.components.operation import components
 from calib.kernels.components.projection import Projection
 from calib.kernels.trellis.operation import trellis_levels, trellis_words
@@ -80,12 +80,12 @@ class TrellisQuant(WordCodes):
         folded, zero = query * self.step(query.device), (query * self.least(query.device)).sum(-1, keepdim=True)
         return number_scores(folded, self.codes(tile)) + zero
 
-    def turned_scores(
+    def rotated_scores(
         self, query: Tensor, tile: Block, matrix: Tensor, cos: Tensor, sin: Tensor, sizes: Tensor | None = None
     ) -> Tensor:
         """As in `ComponentCodes`: keys are `matrix [kv_heads, D, components + 1]` times the levels' indices c and 1; with `sizes` s
         the matrix has `components + 2` columns, for s c, s and 1."""
-        return turned_number_scores(query, self.codes(tile), matrix, cos, sin, sizes)
+        return rotated_number_scores(query, self.codes(tile), matrix, cos, sin, sizes)
 
     def mixed_codes(self, weights: Tensor, tile: Block) -> Tensor:
         """Sums of the levels' indices weighted by `weights [..., kv_heads, rows, tokens]` float32."""

@@ -71,7 +71,7 @@ class WordCodes(Codec):
         sizes, and the sizes' numbers are returned as well (`kernels/components`), else None."""
 
     @abstractmethod
-    def turned_scores(
+    def rotated_scores(
         self, query: Tensor, tile: Block, matrix: Tensor, cos: Tensor, sin: Tensor, sizes: Tensor | None = None
     ) -> Tensor:
         """As in `ComponentCodes`: keys are `matrix [kv_heads, D, components + 1]` times the levels' indices c and 1; with `sizes` s

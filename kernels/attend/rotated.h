@@ -20,7 +20,7 @@ typedef struct {
     int32_t head_dim, pairs;
 } Turn;
 
-/* Prepares `matrix [components + 1 or 2][head_dim]` of a head, which maps codes to keys before RoPE (`turned_tile`); for head 0
+/* Prepares `matrix [components + 1 or 2][head_dim]` of a head, which maps codes to keys before RoPE (`rotated_tile`); for head 0
    also `angles`, cos and sin of positions 0 ... STRIDE - 1, [2][pairs][STRIDE]. */
 static void put_together(const Stream *keys, const Turn *turn, int head, float *matrix, float *angles) {
     int dim = turn->head_dim, components = keys->channels, pairs = turn->pairs;
@@ -43,7 +43,7 @@ static void put_together(const Stream *keys, const Turn *turn, int head, float *
 /* Scores of a tile: keys are `matrix [components + 1 or 2][head_dim]` times (s c, s, 1), or (c, 1) without sizes s. They are
    rotated by `cos` and `sin [pairs][STRIDE]` of their distance from the position that the query was rotated back to, and multiplied
    with `query [ROWS][head_dim]`. */
-static void turned_tile(const Stream *keys, const Turn *turn, const int16_t *words, int count, const float *matrix,
+static void rotated_tile(const Stream *keys, const Turn *turn, const int16_t *words, int count, const float *matrix,
                         const float *sizes, const float *query, const float *cos, const float *sin, float *out, int stride,
                         int left) {
     static const int wide = BATCH * LANES;
@@ -116,7 +116,7 @@ static void turned_tile(const Stream *keys, const Turn *turn, const int16_t *wor
 }
 
 /* Scores of the first `tokens` of a page whose first slot is `slot` of its row. */
-static void turned_page(const Stream *keys, const Turn *turn, const Run *run, int number, int head, const float *matrix,
+static void rotated_page(const Stream *keys, const Turn *turn, const Run *run, int number, int head, const float *matrix,
                         const float *angles, const float *query, int slot, int tokens, float *out, int stride) {
     float sizes[MOST_PAGE + LANES], asked[ROWS * MOST_CHANNELS];
     int count, dim = turn->head_dim, pairs = turn->pairs;
@@ -136,7 +136,7 @@ static void turned_page(const Stream *keys, const Turn *turn, const Run *run, in
                 for (int d = 2 * pairs; d < dim; d++) to[d] = from[d];
             }
         }
-        turned_tile(keys, turn, words + at, count, matrix, keys->sizes ? sizes + at : 0, asked, angles + here,
+        rotated_tile(keys, turn, words + at, count, matrix, keys->sizes ? sizes + at : 0, asked, angles + here,
                     angles + pairs * STRIDE + here, out + at, stride, tokens - at);
     }
 }
