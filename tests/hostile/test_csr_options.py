@@ -4,9 +4,9 @@ remedy."""
 import pytest
 import torch
 from csr.scenarios import dictionaries
-from one_line import message
-from toy_models import COMMON, HEADS_4_2_32, random_model
-from transformers import CohereConfig, CohereForCausalLM, GPT2Config, GPT2LMHeadModel
+from one_line import message, refused
+from toy_models import random_model
+from unrotatable import UNROTATABLE
 
 from calib.runtime import Artifact, compress
 from calib.runtime.artifact.artifact import ArtifactError
@@ -39,15 +39,6 @@ def atoms(groups: int, count: int, width: int) -> torch.Tensor:
     """Random unit rows."""
     rows = torch.randn(groups, count, width, generator=torch.Generator().manual_seed(0))
     return (rows / rows.norm(dim=-1, keepdim=True)).half()
-
-
-def refused(model, artifact, options, kind=ValueError) -> str:
-    """Assert that `compress` refuses the options and leaves the model unchanged; return the message."""
-    before = model.config._attn_implementation
-    with pytest.raises(kind, match=r"\S") as error:
-        compress(model, "csr", artifact, **options)
-    assert model.config._attn_implementation == before
-    return message(error)
 
 
 NO_FORMAT = "coefficients must be 'fp16', 'fp8' or a whole number of bits 2 ... 8, got"
@@ -159,7 +150,7 @@ WRONG_OPTIONS = [
 @pytest.mark.parametrize("own", [False, True], ids=["artifact", "online"])
 @pytest.mark.parametrize(("options", "parts"), WRONG_OPTIONS, ids=lambda part: str(part)[:60])
 def test_wrong_options(model, artifact, options, parts, own):
-    text = refused(model, None if own else artifact, options)
+    text = refused(model, "csr", options, None if own else artifact)
     assert all(part in text for part in parts), text
 
 
@@ -168,16 +159,16 @@ def test_more_atoms_than_an_index_can_name(model, artifact, index):
     """65,536 atoms, those of the artifact included, are accepted; one more is refused."""
     for chosen, online in ((artifact, 2**16 - ATOMS), (None, 2**16)):
         compress(model, "csr", chosen, online=online, index=index).release()
-        text = refused(model, chosen, {"online": online + 1, "index": index})
+        text = refused(model, "csr", {"online": online + 1, "index": index}, chosen)
         assert all(part in text for part in ("65536", "65537", f"online={online + 1}", "16-bit")), text
     many = changed(artifact, keys_dictionary=atoms(2, 2**16 + 1, 32))
-    text = refused(model, many, {"index": index})
+    text = refused(model, "csr", {"index": index}, many)
     assert all(part in text for part in ("65536", "65537", "16-bit")), text
 
 
 def test_no_atoms_at_all(model, artifact):
     for options in ({"online": 0}, {"online": 0, "tiers": TIERS}, {"online": "offline"}):
-        text = refused(model, None, options)
+        text = refused(model, "csr", options)
         assert all(
             part in text for part in ("without an artifact", f"online={options['online']!r}", "Artifact.load")
         ), text
@@ -191,7 +182,7 @@ def test_no_atoms_at_all(model, artifact):
 @pytest.mark.parametrize("options", [{}, {"online": 64}, {"tiers": TIERS}], ids=str)
 @pytest.mark.parametrize("stream", ["keys", "values"])
 def test_an_artifact_without_dictionaries(model, artifact, stream, options):
-    text = refused(model, changed(artifact, **{f"{stream}_dictionary": None}), options, ArtifactError)
+    text = refused(model, "csr", options, changed(artifact, **{f"{stream}_dictionary": None}), ArtifactError)
     expected = ["method 'csr'", f"'{stream}.dictionary'", "'dictionaries' of `calib fit`", "it holds "]
     assert all(part in text for part in expected), text
 
@@ -206,11 +197,11 @@ def test_an_artifact_without_layer_groups(artifact):
 @pytest.mark.parametrize(("chunks", "width"), [(1, 32), (4, 8), (8, 4)])
 def test_value_chunks_that_a_dictionary_was_not_fitted_for(model, artifact, chunks, width):
     """The dictionary has atoms of 16 channels, for 2 chunks of a head of 32."""
-    text = refused(model, artifact, {"value_chunks": chunks})
+    text = refused(model, "csr", {"value_chunks": chunks}, artifact)
     assert all(part in text for part in ("16 channels", str(width), "leave value_chunks out", "fit again")), text
     other = dictionaries(model, ATOMS // 2, value_chunks=chunks)
     compress(model, "csr", other).release()  # without the option it is the artifact's
-    text = refused(model, other, {"value_chunks": 2})
+    text = refused(model, "csr", {"value_chunks": 2}, other)
     assert all(part in text for part in (f"{width} channels", "16", "value_chunks")), text
 
 
@@ -219,7 +210,7 @@ def test_key_chunks_that_a_dictionary_was_not_fitted_for(model, artifact):
     narrow = changed(artifact, keys_dictionary=atoms(2, ATOMS, 16))
     compress(model, "csr", narrow).release()  # without the option it is the artifact's
     for chosen, chunks, widths in ((artifact, 2, ("16 channels", "32 channels")), (narrow, 1, ("32 channels", "16"))):
-        text = refused(model, chosen, {"key_chunks": chunks})
+        text = refused(model, "csr", {"key_chunks": chunks}, chosen)
         assert all(part in text for part in (*widths, "leave key_chunks out", "fit again")), text
         assert "value_chunks" not in text, text
 
@@ -235,36 +226,17 @@ def test_a_dictionary_that_fits_no_head(artifact, width):
 
 def test_an_artifact_of_another_model(artifact):
     other = random_model("llama", num_key_value_heads=1)
-    refused(other, artifact, {}, ArtifactError)
+    refused(other, "csr", {}, artifact, ArtifactError)
 
 
 # --- models whose keys cannot be unrotated ----------------------------------------------------------------------------
 
-DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
-LONG = {"rope_type": "longrope", "factor": 2.0, "rope_theta": 10000.0, "original_max_position_embeddings": 64}
-LONG |= {"short_factor": [1.0] * 16, "long_factor": [2.0] * 16}
-
 
 @pytest.mark.parametrize("options", [{}, {"tiers": TIERS}], ids=str)
-@pytest.mark.parametrize(
-    ("make", "reason"),
-    [
-        (lambda: random_model("llama", rope_parameters=DYNAMIC), "RoPE of type 'dynamic', whose frequencies change"),
-        (lambda: random_model("llama", rope_parameters=LONG), "RoPE of type 'longrope', whose frequencies change"),
-        (
-            lambda: CohereForCausalLM(CohereConfig(**COMMON, **HEADS_4_2_32)).eval(),
-            "does not rotate its channels in halves",
-        ),
-        (
-            lambda: GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=64, vocab_size=101, pad_token_id=0)).eval(),
-            "has 0 rotary embeddings, expected one",
-        ),
-    ],
-    ids=["dynamic", "longrope", "interleaved", "none"],
-)
+@pytest.mark.parametrize(("make", "reason"), UNROTATABLE)
 def test_a_rope_that_cannot_be_turned(make, reason, options):
     """The message names another method as the remedy, and no option `positions`, which `csr` does not have."""
     model = make()
-    text = refused(model, None, options)
+    text = refused(model, "csr", options)
     assert text.startswith(type(model).__name__) and reason in text and "such as 'kivi'" in text, text
     assert "positions" not in text

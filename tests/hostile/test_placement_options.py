@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from one_line import message
-from toy_models import COMMON, HEADS_4_2_32, generate, left_padded, random_model
-from transformers import CohereConfig, CohereForCausalLM, DynamicCache, GPT2Config, GPT2LMHeadModel
+from one_line import message, refused
+from toy_models import generate, left_padded, random_model
+from transformers import DynamicCache
+from unrotatable import UNROTATABLE
 
 from calib.runtime import compress
 from calib.runtime.cache_argument import NAME
@@ -16,16 +17,6 @@ NO_COUNT = (-1, 1.5, "64", None, True, [8], NAN)
 @pytest.fixture(scope="module")
 def model():
     return random_model("llama")  # head_dim 32
-
-
-def refused(model, method: str, options: dict) -> str:
-    """Assert that `compress` refuses the options and leaves the model unchanged; return the message."""
-    before = model.config._attn_implementation
-    with pytest.raises(ValueError, match=r"\S") as error:
-        compress(model, method, **options)
-    assert model.config._attn_implementation == before
-    assert not model._forward_hooks and not model._forward_pre_hooks
-    return message(error)
 
 
 LOW = "low must be a mapping such as {method: csr, sparsity: 8}"
@@ -188,25 +179,9 @@ def test_corrections_are_those_of_the_low_bit_copy(model):
 
 # --- models whose keys cannot be unrotated --------------------------------------------------------------------------
 
-DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
-
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("make", "reason"),
-    [
-        (lambda: random_model("llama", rope_parameters=DYNAMIC), "RoPE of type 'dynamic', whose frequencies change"),
-        (
-            lambda: CohereForCausalLM(CohereConfig(**COMMON, **HEADS_4_2_32)).eval(),
-            "does not rotate its channels in halves",
-        ),
-        (
-            lambda: GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=64, vocab_size=101, pad_token_id=0)).eval(),
-            "has 0 rotary embeddings, expected one",
-        ),
-    ],
-    ids=["dynamic", "interleaved", "none"],
-)
+@pytest.mark.parametrize(("make", "reason"), UNROTATABLE)
 def test_a_rope_that_cannot_be_turned(make, reason):
     model = make()
     text = refused(model, "infllm", {})
