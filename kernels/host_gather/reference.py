@@ -8,21 +8,7 @@ from torch import Tensor
 def exchange(
     held: Tensor, chosen: Tensor, table: Tensor, page_tokens: int, reach: int, fetched: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Updates the entries of a cache of fetched tokens so that they hold the tokens `chosen`: tokens that are already there keep
-    their entry, the others replace tokens that are not chosen.
-
-    Args:
-        held: token number of each entry, int32 `[rows, kv_heads, n]`, -1 if empty; no token twice. Updated.
-        chosen: token numbers, int64 `[rows, kv_heads, at most n]`, in any order; -1 stands for none.
-        table: pages of each row, int32 `[rows, pages]`, `page_tokens` tokens per page.
-        page_tokens: tokens per page.
-        reach: an upper bound of all token numbers (exclusive).
-        fetched: int64 `[1]`, to which the number of new tokens is added.
-
-    Returns:
-        For every entry, `[rows, kv_heads, n]`: the page of its token and the slot in the page, int64, undefined if it is not new;
-        and whether it is new and has to be fetched, bool.
-    """
+    """As `operation.exchange`."""
     before, chosen = held.long(), torch.nn.functional.pad(chosen, (0, held.shape[2] - chosen.shape[2]), value=-1)
     marks = torch.zeros(2, *held.shape[:2], reach + 1, dtype=torch.bool, device=held.device)
     marks.scatter_(-1, torch.stack([before, chosen]) + 1, True)[..., 0] = False  # remove the marks of -1
