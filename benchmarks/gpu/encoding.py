@@ -17,9 +17,9 @@ from benchmarks.gpu.decode_attention import shape_a
 from benchmarks.gpu.launches import supported
 from benchmarks.gpu.layers import prompt_of
 from benchmarks.gpu.turns import in_turns
+from calib.kernels.channel_ranges.operation import measured
 from calib.kernels.quantise.operation import encode_fixed, encode_uniform
 from calib.kernels.quantise.prologue import Prologue
-from calib.runtime.stages.transform import MeasuredRange, MeasuredScale
 
 BITS, GROUP = 4, 32
 
@@ -36,11 +36,11 @@ def one_pass(keys: Tensor, values: Tensor) -> list[Tensor]:
 @torch.no_grad()
 def two_passes(keys: Tensor, values: Tensor) -> list[Tensor]:
     """Returns words of keys and values and the values' parameters, after measuring channel ranges and scales."""
-    ranges = MeasuredRange().measure(keys, keys, torch.float16)
-    scales = MeasuredScale().measure(values, values, torch.float16)
-    first = encode_fixed(keys, BITS, 1.0, Prologue(center=ranges.center, half=ranges.half))
+    center, half = measured("range", keys, torch.float16)
+    (scale,) = measured("root", values, torch.float16)
+    first = encode_fixed(keys, BITS, 1.0, Prologue(center=center, half=half))
     group = (1, values.shape[-1])
-    return [first, *encode_uniform(values, group, BITS, 1.0, torch.float16, prologue=Prologue(half=scales.scale))]
+    return [first, *encode_uniform(values, group, BITS, 1.0, torch.float16, prologue=Prologue(half=scale))]
 
 
 def quantise(bench: Bench) -> Measured:

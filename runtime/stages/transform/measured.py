@@ -24,6 +24,16 @@ class Measured(Protocol):
     """A recipe for a transform: `measure` fits it to a row's first chunk, and it stays fixed from then on."""
 
     @property
+    def kind(self) -> Kind:
+        """The statistic (`kernels/channel_ranges`)."""
+        ...
+
+    @property
+    def transform(self) -> type[Transform]:
+        """The class of the transform, made of the statistic's tensors."""
+        ...
+
+    @property
     def over(self) -> Over:
         """What it is measured over: the tokens of one tier, or all of a chunk before it is split."""
         ...
@@ -38,9 +48,10 @@ class Measured(Protocol):
         extremes: Tensor | None = None,
     ) -> Transform:
         """Measures `tokens [rows, kv_heads, T, D]`, or those at `order [rows, kv_heads, n]`, and `query [rows, heads, n, D]`;
-        return the transform. Its parameters `[rows, kv_heads, 1, D]` are rounded to `dtype`, and written to `into` if it is given.
+        returns the transform. Its parameters `[rows, kv_heads, 1, D]` are rounded to `dtype`, and written to `into` if it is given.
         `extremes`: those of all tokens, if they are known already (`kernels/channel_ranges`)."""
-        ...
+        queries = query if self.needs_queries else None
+        return self.transform(*measured(self.kind, tokens, dtype, order, queries, into, extremes))
 
     def neutral(self, like: Tensor) -> Transform:
         """The transform of a row before its first chunk, with parameters shaped like `like`."""
@@ -77,19 +88,9 @@ class MeasuredRange(Measured):
     """The range of every channel (channelwise quantisation, group (T, 1)), as centre and half."""
 
     over: Over = "tier"
+    kind = "range"
+    transform = ChannelRange
     onnx_writer = "range"
-
-    def measure(
-        self,
-        tokens: Tensor,
-        query: Tensor,
-        dtype: torch.dtype,
-        order: Tensor | None = None,
-        into: Sequence[Tensor] | None = None,
-        extremes: Tensor | None = None,
-    ) -> ChannelRange:
-        """From `tokens [rows, kv_heads, T, D]`; kept in `dtype`."""
-        return ChannelRange(*measured("range", tokens, dtype, order, into=into, extremes=extremes))
 
     def neutral(self, like: Tensor) -> ChannelRange:
         """The range [-1, 1] in the shape of `like`."""
@@ -106,24 +107,17 @@ class MeasuredScale(Measured):
 
     over: Over = "chunk"
     frozen: bool = False
+    transform = ChannelScale
+
+    @property
+    def kind(self) -> Kind:
+        """Frozen scales are never 0."""
+        return "positive root" if self.frozen else "root"
 
     @property
     def onnx_writer(self) -> str:
-        """The writer of scales; frozen ones have their own, as they are never 0."""
+        """The writer of scales; frozen ones have their own."""
         return "frozen scale" if self.frozen else "scale"
-
-    def measure(
-        self,
-        tokens: Tensor,
-        query: Tensor,
-        dtype: torch.dtype,
-        order: Tensor | None = None,
-        into: Sequence[Tensor] | None = None,
-        extremes: Tensor | None = None,
-    ) -> ChannelScale:
-        """From `tokens [rows, kv_heads, T, D]`; kept in `dtype`."""
-        kind: Kind = "positive root" if self.frozen else "root"
-        return ChannelScale(*measured(kind, tokens, dtype, order, into=into, extremes=extremes))
 
     def neutral(self, like: Tensor) -> ChannelScale:
         """1 in the shape of `like`."""
@@ -135,20 +129,10 @@ class MeasuredBalancer(Measured):
     """b_i = sqrt(max |q_i| / max |k_i|) over the prompt, 1 where either is 0 (MiKV, arXiv:2402.18096, eq. 2)."""
 
     over: Over = "chunk"
+    kind = "balance"
+    transform = Balancer
     needs_queries = True
     onnx_writer = "balancer"
-
-    def measure(
-        self,
-        tokens: Tensor,
-        query: Tensor,
-        dtype: torch.dtype,
-        order: Tensor | None = None,
-        into: Sequence[Tensor] | None = None,
-        extremes: Tensor | None = None,
-    ) -> Balancer:
-        """From keys `tokens [rows, kv_heads, T, D]` and `query [rows, heads, n, D]`; a KV head's query heads have one maximum."""
-        return Balancer(*measured("balance", tokens, dtype, order, query, into, extremes))
 
     def neutral(self, like: Tensor) -> Balancer:
         """1 in the shape of `like`."""
