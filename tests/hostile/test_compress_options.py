@@ -275,8 +275,6 @@ def test_layers_of_other_shapes():
     """A configuration with settings per layer has no common number of KV heads, and reading it raises."""
     shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 16}
     model = LlamaForCausalLM(LlamaConfig(**shape, num_attention_heads=2))
-    if not hasattr(model.config, "per_layer_config"):
-        pytest.skip("this release of transformers has no such configurations")
     model.config.per_layer_config = {1: {"num_key_value_heads": 1}}
     refused_by_compress_and_fit(model, r"has layers with different attention shapes \(num_key_value_heads\)")
 
