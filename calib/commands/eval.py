@@ -1,7 +1,7 @@
 """`calib eval --config eval/importance.yaml`: measures the quality of a model's answers with each method, and its bits."""
 
 import shlex
-from argparse import RawDescriptionHelpFormatter
+from argparse import Namespace, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,29 +21,7 @@ Several --config are merged from left to right. Finished cells are kept below th
 
 def run(argv: Sequence[str]) -> int:
     """Evaluates, writes `results.json`, `report.md` and `report.html`, prints the table; returns 1 if a cell failed."""
-    parser = Parser(
-        prog="calib eval",
-        description="Measure methods on tasks through their caches: quality and true bits.",
-        epilog=HELP,
-        formatter_class=RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("--config", action="append", default=[], metavar="FILE", help="such as eval/importance.yaml")
-    parser.add_argument("--output", type=Path, help="folder of the results (default: runs/eval/NAME of the config)")
-    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="rows to run, by name or pattern (h2o*)")
-    parser.add_argument("--fresh", action="store_true", help="measure finished cells again")
-    parser.add_argument(
-        "--reuse", metavar="FILE", help="results.json of an earlier run; copy its cells with equal inputs"
-    )
-    parser.add_argument("--compare", nargs="+", default=[], metavar="FILE", help="results.json of an earlier run")
-    parser.add_argument(
-        "--write-cases", type=Path, metavar="FILE", help="write the cases for another library; run nothing"
-    )
-    parser.add_argument(
-        "--bench", metavar="FILE", help="results.json of `calib bench`, whose curves go on the page as well"
-    )
-    add_plan(parser)
-    asked, rest = parser.parse_known_args(argv)
+    asked, rest = parse(argv)
     if len(asked.compare) > 2 - bool(asked.config):
         wanted = "one file with --config, two without"
         raise UsageError(f"'--compare' got {len(asked.compare)} files, expected {wanted}")
@@ -101,3 +79,30 @@ def run(argv: Sequence[str]) -> int:
         drawn = curves_for(read_bench_run(asked.bench))
     goes_on_with()
     return evaluate(request, output, asked.only, asked.fresh, command, old, drawn, asked.reuse)
+
+
+def parse(argv: Sequence[str]) -> tuple[Namespace, list[str]]:
+    """Returns the flags of the command, and the words that are keys of the configuration."""
+    parser = Parser(
+        prog="calib eval",
+        description="Measure methods on tasks through their caches: quality and true bits.",
+        epilog=HELP,
+        formatter_class=RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", action="append", default=[], metavar="FILE", help="such as eval/importance.yaml")
+    parser.add_argument("--output", type=Path, help="folder of the results (default: runs/eval/NAME of the config)")
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="rows to run, by name or pattern (h2o*)")
+    parser.add_argument("--fresh", action="store_true", help="measure finished cells again")
+    parser.add_argument(
+        "--reuse", metavar="FILE", help="results.json of an earlier run; copy its cells with equal inputs"
+    )
+    parser.add_argument("--compare", nargs="+", default=[], metavar="FILE", help="results.json of an earlier run")
+    parser.add_argument(
+        "--write-cases", type=Path, metavar="FILE", help="write the cases for another library; run nothing"
+    )
+    parser.add_argument(
+        "--bench", metavar="FILE", help="results.json of `calib bench`, whose curves go on the page as well"
+    )
+    add_plan(parser)
+    return parser.parse_known_args(argv)

@@ -2,6 +2,7 @@
 
 import os
 import shlex
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,6 +17,55 @@ def run(argv: Sequence[str]) -> int:
     """Measures candidates, chooses options for each budget, writes them into the artifact and shows them."""
     from calib.runtime.methods import options_of
 
+    asked, rest = parse(argv)
+    name, options = read_method(asked.method)
+    with as_usage():
+        known = {option for option in options_of(name) if option not in ("corrections", "tuned", "bits")}
+        options |= read_options(rest, known, name)
+    for budget in asked.bits:
+        if not 0 < budget <= 16:
+            raise UsageError(f"--bits {budget:g} must be above 0 and at most 16 bits per value, such as 2.5")
+    for option, least in (("length", 2), ("sequences", 1), ("batch_size", 1), ("rows", 1), ("context", 1)):
+        if getattr(asked, option) is not None and getattr(asked, option) < least:
+            raise UsageError(f"--{option} must be at least {least}, got {getattr(asked, option)}")
+    source = artifact_file(asked.artifact)
+    if asked.output is None and not os.path.isfile(asked.artifact):
+        raise UsageError(f"--artifact {asked.artifact} is a name on the hub: give --output FILE for the tuned artifact")
+    if asked.html is not None and (asked.html.suffix.lower() not in ENDINGS or asked.html.is_dir()):
+        raise UsageError(f"--html {asked.html}: must name a file that ends in {ENDINGS[0]}")
+
+    from calib.output_check import check_file, check_folder
+    from calib.tune.command import Link, Request, tune
+
+    check_file("--output", asked.output or source)
+    if asked.html is not None:
+        check_file("--html", asked.html)
+    check_folder("--logs", asked.logs)
+    request = Request(
+        method=name,
+        options=options,
+        budgets=sorted(set(asked.bits)),
+        model=asked.model,
+        dtype=asked.dtype,
+        device=asked.device,
+        artifact=source,
+        output=asked.output or source,
+        html=asked.html,
+        text=asked.text,
+        natural_spacing=asked.natural_spacing,
+        length=asked.length,
+        sequences=asked.sequences,
+        batch_size=asked.batch_size,
+        seed=asked.seed,
+        link=Link(asked.bandwidth, asked.step_ms, asked.rows, asked.context),
+        logs=asked.logs,
+        command=shlex.join(["calib", "tune", *argv]),
+    )
+    return tune(request)
+
+
+def parse(argv: Sequence[str]) -> tuple[Namespace, list[str]]:
+    """Returns the flags of the command, and the words that follow: the method's options."""
     parser = Parser(
         prog="calib tune",
         description="Choose a method's options for a budget, layer by layer where it allows that.",
@@ -67,48 +117,4 @@ def run(argv: Sequence[str]) -> int:
         help="specache: tokens of a sequence, over which its k exact pairs are counted (default: the model's longest)",
     )
     parser.add_argument("--logs", type=Path, default=Path("runs/tune"), help="folder of the W&B run, or of CSV files")
-    asked, rest = parser.parse_known_args(argv)
-    name, options = read_method(asked.method)
-    with as_usage():
-        known = {option for option in options_of(name) if option not in ("corrections", "tuned", "bits")}
-        options |= read_options(rest, known, name)
-    for budget in asked.bits:
-        if not 0 < budget <= 16:
-            raise UsageError(f"--bits {budget:g} must be above 0 and at most 16 bits per value, such as 2.5")
-    for option, least in (("length", 2), ("sequences", 1), ("batch_size", 1), ("rows", 1), ("context", 1)):
-        if getattr(asked, option) is not None and getattr(asked, option) < least:
-            raise UsageError(f"--{option} must be at least {least}, got {getattr(asked, option)}")
-    source = artifact_file(asked.artifact)
-    if asked.output is None and not os.path.isfile(asked.artifact):
-        raise UsageError(f"--artifact {asked.artifact} is a name on the hub: give --output FILE for the tuned artifact")
-    if asked.html is not None and (asked.html.suffix.lower() not in ENDINGS or asked.html.is_dir()):
-        raise UsageError(f"--html {asked.html}: must name a file that ends in {ENDINGS[0]}")
-
-    from calib.output_check import check_file, check_folder
-    from calib.tune.command import Link, Request, tune
-
-    check_file("--output", asked.output or source)
-    if asked.html is not None:
-        check_file("--html", asked.html)
-    check_folder("--logs", asked.logs)
-    request = Request(
-        method=name,
-        options=options,
-        budgets=sorted(set(asked.bits)),
-        model=asked.model,
-        dtype=asked.dtype,
-        device=asked.device,
-        artifact=source,
-        output=asked.output or source,
-        html=asked.html,
-        text=asked.text,
-        natural_spacing=asked.natural_spacing,
-        length=asked.length,
-        sequences=asked.sequences,
-        batch_size=asked.batch_size,
-        seed=asked.seed,
-        link=Link(asked.bandwidth, asked.step_ms, asked.rows, asked.context),
-        logs=asked.logs,
-        command=shlex.join(["calib", "tune", *argv]),
-    )
-    return tune(request)
+    return parser.parse_known_args(argv)
