@@ -5,14 +5,13 @@ from statistics import median
 import pytest
 import torch
 from cases import BY_NAME, CASES
-from host_waits import HostWaits, Operations
+from host_waits import HostWaits, Operations, watched_layers
 from layer_walk import Tokens, feed, pools_of
 from live_tensors import live_tensors
 from tolerances import MEMORY
 from torch.utils._python_dispatch import _disable_current_modes
 from toy_models import left_padded, random_model
 
-from calib.runtime.layer import CompressedLayer
 from calib.runtime.offload import fetched_pool
 from calib.runtime.paging.pages import TILE_TOKENS
 
@@ -36,24 +35,14 @@ def watched(monkeypatch) -> list[HostWaits]:
 
     The gathering of fetched pairs is not watched: on a CPU it reads their number on the host, which it does not on a GPU.
     """
-    calls, gather = [], fetched_pool.host_gather
+    gather = fetched_pool.host_gather
 
     def unseen(*arguments):
         with torch._C.DisableTorchFunction(), _disable_current_modes():
             gather(*arguments)
 
     monkeypatch.setattr(fetched_pool, "host_gather", unseen)
-    for name in ("update", "attend"):
-        original = getattr(CompressedLayer, name)
-
-        def method(layer, *arguments, original=original, **options):
-            with HostWaits() as waits:
-                result = original(layer, *arguments, **options)
-            calls.append(waits)
-            return result
-
-        monkeypatch.setattr(CompressedLayer, name, method)
-    return calls
+    return watched_layers(monkeypatch)
 
 
 @pytest.mark.slow

@@ -1,7 +1,5 @@
 """Prompt lookup and assisted decoding: what a cache holds afterwards, and that generation goes on."""
 
-import copy
-
 import oracle
 import pytest
 import torch
@@ -9,7 +7,7 @@ from cases import BY_NAME, CASES
 from in_turn import in_turn
 from layer_walk import Tokens, decoded, differing, forwards, stored
 from release_limits import NO_SLIDING_DRAFTS, drafts_may_slide
-from toy_models import SLIDING, left_padded, random_model
+from toy_models import SLIDING, draft_of, left_padded, random_model
 from transformers import DynamicCache
 
 from calib.runtime import compress
@@ -59,15 +57,7 @@ class Replay:
 
 def assistants(model):
     """Ways of drafting: from the prompt, and by a copy of the model that is often wrong."""
-    draft = copy.deepcopy(model)
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for weight in draft.parameters():
-            weight.add_(0.02 * weight.std() * torch.randn_like(weight)) if weight.ndim > 1 else None
-    draft.generation_config.num_assistant_tokens = 6
-    draft.generation_config.num_assistant_tokens_schedule = "constant"
-    draft.generation_config.assistant_confidence_threshold = 0.0
-    return {"prompt lookup": {"prompt_lookup_num_tokens": 4}, "assisted": {"assistant_model": draft}}
+    return {"prompt lookup": {"prompt_lookup_num_tokens": 4}, "assisted": {"assistant_model": draft_of(model, 6)}}
 
 
 @pytest.mark.full

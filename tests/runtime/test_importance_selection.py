@@ -9,29 +9,9 @@ from importance.chunks import ZipCache
 from importance.draws import count, counter_hash
 from importance.layer import WINDOW
 from importance.positions import StreamingLLM, TopK
+from importance.toy_rows import DIM, HEADS, KV_HEADS, drawn, row_of, walk
 
 pytestmark = pytest.mark.arithmetic
-
-HEADS, KV_HEADS, DIM = 4, 2, 8
-
-
-def drawn(tokens: int, heads: int = HEADS, kv_heads: int = KV_HEADS, seed: int = 0) -> list[np.ndarray]:
-    """Queries, keys and values `[heads, tokens, DIM]`."""
-    draw = np.random.default_rng(seed)
-    return [draw.standard_normal((h, tokens, DIM)) for h in (heads, kv_heads, kv_heads)]
-
-
-def walk(method, parts: list[np.ndarray], *cuts: int) -> np.ndarray:
-    """Outputs of forwards that end after `cuts` tokens."""
-    pieces = [[part[:, start:stop] for part in parts] for start, stop in zip((0, *cuts), cuts, strict=False)]
-    return np.concatenate([method.forward(*piece) for piece in pieces], 1)
-
-
-def row_of(weights: list[float]) -> list[np.ndarray]:
-    """One head of one channel whose attention to token i is `weights[i]` over the sum of those that are seen."""
-    keys = np.log(np.array(weights))[None, :, None]
-    return [np.ones_like(keys), keys, np.arange(len(weights), dtype=np.float64)[None, :, None]]
-
 
 # --- saliency -------------------------------------------------------------------------------------------------------
 

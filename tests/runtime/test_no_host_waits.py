@@ -8,12 +8,10 @@ import pytest
 import torch
 from attention_kernel import which
 from cases import BY_NAME, CASES, Case
-from host_waits import HostWaits
+from host_waits import HostWaits, watched_layers
 from launches import Launch, watch
 from torch import Tensor
 from toy_models import left_padded, random_model
-
-from calib.runtime.layer import CompressedLayer
 
 # A case for each code path of a store; all others take long enough to be left to `make test-all`.
 QUICK = [
@@ -59,22 +57,6 @@ class Steps:
                 tables = [(t.capacity, t.page_tokens, list(map(len, t.rows))) for t in cache.sequences.all_tables]
                 self.shapes.append((tables, cache.sequences.forward.of_block))
             assert cache.sequences.lengths == [length + count for length in lengths]
-
-
-def watched_layers(monkeypatch) -> list[HostWaits]:
-    """Watches every `update` and `attend` of compressed layers from now on; one entry for each call."""
-    calls: list[HostWaits] = []
-    for name in ("update", "attend"):
-        original = getattr(CompressedLayer, name)
-
-        def method(layer, *arguments, original=original, **options):
-            with HostWaits() as waits:
-                result = original(layer, *arguments, **options)
-            calls.append(waits)
-            return result
-
-        monkeypatch.setattr(CompressedLayer, name, method)
-    return calls
 
 
 @pytest.mark.full

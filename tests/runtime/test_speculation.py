@@ -4,14 +4,12 @@ If every token can be fetched (k = 1000) nothing is lost, and tokens are those o
 of the low-bit copy alone. Both hold for every generation loop, because only the model's forward differs.
 """
 
-import copy
-
 import pytest
 import torch
 from contract.architectures import BY_NAME
 from contract.modes import Heard
 from tolerances import LOGITS
-from toy_models import NEW, generate, left_padded, random_model
+from toy_models import NEW, draft_of, generate, left_padded, random_model
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -42,19 +40,6 @@ def both(model, run, wanted=EVERYTHING, plain=FULL):
         with compress(model, **options) as cache:
             found.append(run(cache))
     return found
-
-
-def draft_of(model):
-    """A copy of the model that is often wrong."""
-    draft = copy.deepcopy(model)
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for weight in draft.parameters():
-            weight.add_(0.02 * weight.std() * torch.randn_like(weight)) if weight.ndim > 1 else None
-    draft.generation_config.num_assistant_tokens = 4
-    draft.generation_config.num_assistant_tokens_schedule = "constant"
-    draft.generation_config.assistant_confidence_threshold = 0.0
-    return draft
 
 
 SAMPLING = {"do_sample": True, "temperature": 0.9, "top_k": 0}
@@ -149,7 +134,9 @@ def test_several_turns_on_one_cache(model, wanted):
 @pytest.mark.parametrize("way", ["prompt lookup", "assisted"])
 def test_drafts_through_a_speculative_cache(model, way):
     """No speculative token is added while drafts are verified."""
-    options = {"prompt lookup": {"prompt_lookup_num_tokens": 4}, "assisted": {"assistant_model": draft_of(model)}}[way]
+    options = {"prompt lookup": {"prompt_lookup_num_tokens": 4}, "assisted": {"assistant_model": draft_of(model, 4)}}[
+        way
+    ]
 
     def run(cache):
         text = left_padded([40])["input_ids"].repeat(1, 4)

@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from calib.runtime.layer import CompressedLayer
+
 # Functions that return a Python value of a tensor, or a tensor whose shape depends on values.
 WAITING = {
     "item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__", "__array__", "__contains__",
@@ -96,3 +98,19 @@ class Operations(TorchDispatchMode):
         if isinstance(result, Tensor) and result.untyped_storage().data_ptr() not in given:
             self.largest = max(self.largest, result.numel())
         return result
+
+
+def watched_layers(monkeypatch) -> list[HostWaits]:
+    """Watches every `update` and `attend` of compressed layers from now on; one entry for each call."""
+    calls: list[HostWaits] = []
+    for name in ("update", "attend"):
+        original = getattr(CompressedLayer, name)
+
+        def method(layer, *arguments, original=original, **options):
+            with HostWaits() as waits:
+                result = original(layer, *arguments, **options)
+            calls.append(waits)
+            return result
+
+        monkeypatch.setattr(CompressedLayer, name, method)
+    return calls

@@ -4,6 +4,7 @@ Weights are larger than a usual initialisation so that attention is peaked and l
 changes a token instead of hiding in the noise.
 """
 
+import copy
 from typing import Any
 
 import torch
@@ -112,3 +113,16 @@ def generate(model: PreTrainedModel, inputs: dict[str, Tensor], cache: Cache, **
     """Run `model.generate` with `cache`: greedy, NEW tokens, logits in the result; `options` override these settings."""
     settings = {"max_new_tokens": NEW, "do_sample": False, **options}
     return model.generate(**inputs, past_key_values=cache, return_dict_in_generate=True, output_logits=True, **settings)
+
+
+def draft_of(model, tokens: int):
+    """A copy of the model that is often wrong and drafts `tokens` tokens at a time."""
+    draft = copy.deepcopy(model)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for weight in draft.parameters():
+            weight.add_(0.02 * weight.std() * torch.randn_like(weight)) if weight.ndim > 1 else None
+    draft.generation_config.num_assistant_tokens = tokens
+    draft.generation_config.num_assistant_tokens_schedule = "constant"
+    draft.generation_config.assistant_confidence_threshold = 0.0
+    return draft
