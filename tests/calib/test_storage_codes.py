@@ -51,9 +51,9 @@ def test_a_predictor_without_variance_predicts_nothing():
     draw = torch.Generator().manual_seed(2)
     x, known = joined(draw)
     nothing = 1e-20 * x[:, :2]
-    found = regression(x - x.mean(0), torch.cat([known, nothing - nothing.mean(0)], -1))
+    found = regression(x - x.mean(0), torch.cat([known, nothing - nothing.mean(0)], -1), 1)
     assert float(found[-2:].abs().max()) < 1e6  # an artifact may hold 1e18
-    torch.testing.assert_close(found[:-2], regression(x - x.mean(0), known), rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(found[:-2], regression(x - x.mean(0), known, 1), rtol=1e-6, atol=1e-7)
 
 
 def test_widths_are_worth_their_bits_and_more_of_them_err_less():
