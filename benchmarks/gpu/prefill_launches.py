@@ -1,7 +1,7 @@
 """Counts, on any machine and at the real shape, what a method launches in a layer's prefill beyond a prefill without compression:
 our kernels with their arguments, and operations of torch with the bytes that each has to move.
 
-    python -m benchmarks.gpu.prefill_launches CAPABILITY METHOD ...      # as JSON
+    python -m benchmarks.gpu.prefill_launches CAPABILITY METHOD ...      # as JSON; a METHOD may be a way of `encoding.py`
 
 The layer runs on the CPU as it would on a GPU. Attention over the prompt is part of every prefill, so it is neither counted nor
 computed. Our kernels are not run either; their outputs are filled with numbers, so that 32,768 tokens take seconds. Operations on
@@ -201,6 +201,17 @@ def prefill_of(
     return noted
 
 
+def encoding_of(way: str) -> Noted:
+    """Returns what a way of `encoding.py` launches for keys and values of shape A."""
+    from benchmarks.gpu.encoding import WAYS
+
+    shape = (REAL.batch, REAL.kv_heads, REAL.tokens, REAL.head_dim)
+    given, noted = [torch.zeros(shape, dtype=torch.bfloat16) for _ in range(2)], Noted()
+    with kernels_noted(noted, False), Noting(noted):
+        WAYS[way](*given)
+    return noted
+
+
 @contextmanager
 def answers_noted(noted: Noted) -> Iterator[None]:
     """Context that counts reads of extremes on the host, and does not record the host's work with them."""
@@ -270,11 +281,13 @@ def main() -> None:
     asked = parser.parse_args()
     os.environ |= {"CALIB_KERNELS": "triton", "TRITON_INTERPRET": "1"}  # before a kernel is imported
     heads = Heads(1, REAL.heads, REAL.kv_heads, REAL.head_dim)
-    found = {
-        name: asdict(prefill_of(name, OPTIONS.get(name, {}), heads, REAL.prompt, capability=asked.capability))
-        for name in asked.methods
-    }
-    print(json.dumps(found))
+
+    def noted(name: str) -> Noted:
+        if "pass" in name:
+            return encoding_of(name)
+        return prefill_of(name, OPTIONS.get(name, {}), heads, REAL.prompt, capability=asked.capability)
+
+    print(json.dumps({name: asdict(noted(name)) for name in asked.methods}))
 
 
 if __name__ == "__main__":

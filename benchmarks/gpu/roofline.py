@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.devices import BASELINE_NODES, COPY, DEVICES, NODE, Device
+from benchmarks.gpu.encoding_cost import found_encoding
 from benchmarks.gpu.loop_clocks import busy
 from benchmarks.gpu.prefill_cost import found_prefill
 from benchmarks.gpu.sizes import REAL
@@ -208,6 +209,7 @@ def found() -> dict[str, Any]:
         "outliers": max(case.outliers for case in CASES),
         "steps": steps,
         "prefill": found_prefill(),
+        "encoding": found_encoding(),
     }
 
 

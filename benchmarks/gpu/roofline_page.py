@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from benchmarks.gpu import encoding_cost
 from benchmarks.gpu.page_tables import between, measured, table
 from benchmarks.gpu.prefill_page import section
 from benchmarks.gpu.report import RESULTS
@@ -239,6 +240,7 @@ def page(run: Run, of: Sequence[Run]) -> str:
     text += ROOM.format(node=f"{1e6 * run['node_seconds'][1]:g}")
     text += table(["step", "GPU", "method", "launches now", "at most for accept", "at most for stretch"], room(run))
     text += section(run["prefill"], of, run["node_seconds"])
+    text += encoding_cost.section(run, of)
     text += PARTS + table([*parts, "waits, us"], part_rows(run))
     text += LOOPS.format(programs=PROGRAMS)
     text += table(loops, loop_rows(run))
