@@ -117,6 +117,20 @@ def test_every_method_has_a_graph_or_is_refused_by_name(artifact, tmp_path, caps
             assert shown.err.count("\n") == 1 and not (tmp_path / name).exists()
 
 
+def test_graphs_of_a_layer_are_not_replaced(artifact, tmp_path, capsys, monkeypatch):
+    assert export("--artifact", artifact, "--layer", 0, "--output", tmp_path) == 0
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    capsys.readouterr()
+    with monkeypatch.context() as patched:
+        patched.setattr("calib.export.onnx.command.write", None)  # refused before anything is computed
+        for words in (["--method", "rtn", "--layer", "0"], ["--method", "gear"]):
+            assert export("--artifact", artifact, *words, "--output", tmp_path) == 2
+            told = capsys.readouterr().err
+            assert f"--output {tmp_path}: layer0.attend.onnx exists already; choose a folder without" in told
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    assert export("--artifact", artifact, "--layer", 1, "--output", tmp_path) == 0  # other layers may be added
+
+
 def test_what_cannot_be_had_is_said(artifact, tmp_path, capsys, monkeypatch):
     (tmp_path / "file").write_text("here")
     assert export("--artifact", artifact, "--output", tmp_path / "file") == 1

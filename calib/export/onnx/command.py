@@ -2,6 +2,7 @@
 
 import argparse
 import hashlib
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,7 +35,7 @@ def run(argv: Sequence[str]) -> int:
         "--method", default="kivi", help="a method, or a YAML file that holds `method:` and its options"
     )
     parser.add_argument("--layer", type=int, help="one attention layer, counted from 0; all of them where left out")
-    parser.add_argument("--output", required=True, help="the folder for the .onnx files; made where it is missing")
+    parser.add_argument("--output", required=True, help="the folder for the .onnx files; may hold other layers' graphs")
     parser.add_argument("--seed", type=int, default=0, help="the cache's seed: where power iterations start")
     parser.add_argument(
         "--wide",
@@ -50,7 +51,19 @@ def run(argv: Sequence[str]) -> int:
     layers = request.geometry.layers
     if asked.layer is not None and not 0 <= asked.layer < layers:
         raise UsageError(f"--layer must be 0 ... {layers - 1}, got {asked.layer}")
-    return write(request, range(layers) if asked.layer is None else [asked.layer], Path(asked.output))
+    chosen = range(layers) if asked.layer is None else [asked.layer]
+    check_free(asked.output, chosen)
+    return write(request, chosen, Path(asked.output))
+
+
+def check_free(output: str, layers: Sequence[int]) -> None:
+    """Raises UsageError if the folder `output` has graphs of one of `layers`: another method's would be replaced, or mixed with."""
+    folder = Path(os.path.realpath(output))  # because `missing/../a` is written as `a`
+    for layer in layers:
+        for found in sorted(folder.glob(f"layer{layer}.*.onnx")):
+            raise UsageError(
+                f"--output {output}: {found.name} exists already; choose a folder without graphs of layer {layer}"
+            )
 
 
 def read_request(asked: argparse.Namespace, rest: Sequence[str]) -> "Request":
