@@ -60,7 +60,9 @@ def compress(
         PrefixError: a prefix of another model, method or artifact (a ValueError).
     """
     if not isinstance(model, PreTrainedModel):
-        raise ValueError(f"model must be a model of transformers, got {type(model).__name__}; pass the model itself")
+        compiled = isinstance(getattr(model, "_orig_mod", None), PreTrainedModel)  # torch.compile(model) is a wrapper
+        advice = "pass model._orig_mod, or compile in place: model.compile()" if compiled else "pass the model itself"
+        raise ValueError(f"model must be a model of transformers, got {type(model).__name__}; {advice}")
     if artifact is not None and not isinstance(artifact, Artifact):
         raise ValueError(
             f"artifact must be an Artifact, got {printable(artifact)}; "

@@ -35,6 +35,27 @@ def test_the_model_is_compiled_around_the_cache(method, options, graphs):
     assert graphs and not traced
 
 
+def test_a_wrapped_model_is_refused_with_both_remedies(graphs):
+    wrapped = torch.compile(random_model("llama", num_hidden_layers=1), backend="eager")
+    with pytest.raises(
+        ValueError, match=r"got OptimizedModule; pass model\._orig_mod, or compile in place: model\.comp"
+    ):
+        compress(wrapped, "kivi")
+
+
+@pytest.mark.full
+def test_both_remedies_work(graphs):
+    inputs, model = left_padded([40, 31]), random_model("llama", num_hidden_layers=1)
+    wrapped = torch.compile(model, backend="eager")
+    with compress(wrapped._orig_mod, "kivi", residual=32) as cache:
+        expected = generate(model, inputs, cache, max_new_tokens=3).sequences
+    with compress(wrapped._orig_mod, "kivi", residual=32) as cache:
+        assert torch.equal(generate(wrapped, inputs, cache, max_new_tokens=3).sequences, expected)
+    model.compile(backend="eager")
+    with compress(model, "kivi", residual=32) as cache:
+        assert torch.equal(generate(model, inputs, cache, max_new_tokens=3).sequences, expected)
+
+
 def test_a_whole_graph_is_refused_with_the_reason(graphs):
     model = random_model("llama", num_hidden_layers=1)
     compiled = torch.compile(model.forward, backend="eager", fullgraph=True)
