@@ -56,10 +56,19 @@ def told(cell: Cell, result: Result, position: str) -> str:
     found = (
         f"{FAILED}: {result['error']}"
         if "error" in result
-        else f"{cell.column.brief(result['figures'])}, {bits(result)} bits"
+        else f"{with_measures(cell.column, result['figures'])}, {bits(result)} bits"
     )
     seconds = f", {result['seconds']:.1f} s" if "seconds" in result else ""
     return f"{position}: {cell.entry.label}, {cell.column.title}: {found}{seconds}"
+
+
+def with_measures(column: Column, figures: dict[str, float | int]) -> str:
+    """Returns a cell's figures with the names of their measures, such as "0.750 exact answers, -0.099 log p"."""
+    found, measures = column.brief(figures), column.measure_name.split(", ")
+    values = found.split()
+    if len(values) != len(measures) or not values[0][-1].isdigit():  # in words, such as "20.0% kept" or "exact"
+        return found
+    return ", ".join(f"{value} {measure}" for value, measure in zip(values, measures, strict=True))
 
 
 def brief(column: Column, result: Result | None) -> str:

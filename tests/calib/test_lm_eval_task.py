@@ -15,6 +15,7 @@ from toy_language_model import save_toy, toy_model, toy_tokenizer
 
 from calib import cli
 from calib.errors import RunError, UsageError
+from calib.evaluate.figures import number as worded
 from calib.evaluate.tasks import Subject, build_task
 
 lm_eval = pytest.importorskip("lm_eval", reason="lm-eval is not installed")
@@ -80,8 +81,12 @@ def test_the_figures_are_lm_evals(model, folder, monkeypatch):
     made = figures(asked[0], model, "full")
     error = plain[CHOICE]["acc_stderr,none"]
     assert min(made["accuracy"] + 1.959964 * error, 1) == pytest.approx(made["high"]) and made["requests"] == 12
-    assert asked[0].measure_name == "accuracy, accuracy norm" and asked[2].measure_name.startswith(
-        "word perplexity, byte"
+    assert [column.measure_name for column in asked[::2]] == [
+        "accuracy, accuracy norm",
+        "word perplexity, bits per byte, byte perplexity",  # in the order of `brief`, whose heading it is
+    ]
+    assert asked[2].brief(two) == " ".join(
+        worded(two[name]) for name in ("word_perplexity", "bits_per_byte", "byte_perplexity")
     )
 
 

@@ -3,9 +3,11 @@
 import ast
 import logging
 import os
+import re
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -15,6 +17,7 @@ from toy_language_model import save_toy
 from calib import cli
 from calib.evaluate.entries import quanto_build
 from calib.evaluate.entries.quanto_build import build_folders, wait_for_builds
+from calib.evaluate.table import with_measures
 from calib.log_lines import LOG, shown
 
 
@@ -47,7 +50,28 @@ def test_an_evaluation_writes_a_line_for_each_cell_into_a_log(folder, tmp_path, 
         ["3 of 4 cells", "low, 3 lines"],
         ["4 of 4 cells", "low, 4 lines"],
     ]
-    assert all(" bits, " in line and line.endswith(" s") for line in lines)
+    figures = r": \d\.\d{3} exact answers, -\d+\.\d{3} log p, \d+\.\d\d\*? bits, \d+\.\d s$"
+    assert all(re.search(figures, line) for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("measures", "brief", "told"),
+    [
+        (
+            "token agreement, KL, attention error",
+            "0.953 0.0412 0.118",
+            "0.953 token agreement, 0.0412 KL, 0.118 attention error",
+        ),
+        ("dB above the bound", "5.41", "5.41 dB above the bound"),
+        ("dB above the bound", "20.0% kept", "20.0% kept"),
+        ("dB above the bound", "exact", "exact"),
+        ("bits per byte", "1.0e-05", "1.0e-05 bits per byte"),
+        ("accuracy, brier score", "0.500", "0.500"),  # lm-eval gave one metric of two: which is not known
+    ],
+)
+def test_figures_of_a_line_have_their_measures(measures, brief, told):
+    column = SimpleNamespace(measure_name=measures, brief=lambda figures: brief)
+    assert with_measures(column, {}) == told
 
 
 def test_on_a_terminal_the_bar_is_enough(folder, tmp_path, capsys, monkeypatch):

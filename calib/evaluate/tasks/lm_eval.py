@@ -132,7 +132,9 @@ class LmEvalColumn:
         self.length = sum(sum(batch.lengths()) for batch in self._batches) / self.rows
         self.longest_row = max(max(batch.lengths()) for batch in self._batches)
         self.chunk = 1 if any(isinstance(row, Prompt) for row in self.asked) else task.chunk
-        self.measure_name = ", ".join(map(spoken, named.metrics))
+        self.measure_name = ", ".join(
+            map(spoken, scalars([dict.fromkeys(named.metrics, 0.0)]))
+        )  # as `brief` orders them
         settings: dict[str, Any] = {"task": "lm_eval", **named.settings, "chunk": task.chunk}
         if any(isinstance(row, Prompt) for row in self.asked):
             settings["max_gen_toks"] = task.max_gen_toks
