@@ -58,7 +58,7 @@ def summary(artifact: Artifact, path: Path) -> Table:
         *((str(key), inline(value)) for key, value in others[:MOST_LINES]),
         *([("", f"{len(others) - MOST_LINES} entries more: shown by --json")] if len(others) > MOST_LINES else []),
         *([("tuned", tuned)] if tuned else []),
-        *([("metrics", inline(metrics))] if metrics else []),
+        *([("metrics", inline(rounded(metrics)))] if metrics else []),
         *([("config", "the resolved configuration: shown by --json")] if config is not None else []),
     ]
     return Table("artifact", ["", ""], [(cut(name), cut(value)) for name, value in rows])
@@ -124,6 +124,15 @@ def is_group_list(value: object) -> bool:
 def number(value: object) -> str:
     """Returns a number as text, with four digits if it is a float; a dash for None."""
     return "-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def rounded(value: Any) -> Any:
+    """Returns a JSON value whose floats have four digits."""
+    if isinstance(value, Mapping):
+        return {key: rounded(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [rounded(entry) for entry in value]
+    return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
 def cut(text: str) -> str:

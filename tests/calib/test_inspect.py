@@ -68,8 +68,9 @@ def test_many_metrics_are_spread_over_tables_of_80_columns(tmp_path, capsys):
         ([1, 2], "[1, 2]"),
         ("text", "text"),
         (None, None),
+        ({"overall": {"loss": 1.0714520081401504, "parts": [2e-7 / 3, 3]}}, "overall loss 1.071, parts [6.667e-08, 3]"),
     ],
-    ids=["metrics0", "metrics1", "metrics2", "metrics3", "text", "None"],
+    ids=["metrics0", "metrics1", "metrics2", "metrics3", "text", "None", "rounded"],
 )
 def test_metrics_of_another_shape_are_shown_as_they_are(tmp_path, capsys, metrics, shown):
     toy_artifact(provenance={"metrics": metrics}, tensors={}).save(tmp_path / "a")
