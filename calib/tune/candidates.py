@@ -34,6 +34,8 @@ class Candidate:
 def grid_of(method: str, given: Mapping[str, Any]) -> Grid:
     """Returns the method's grid without the `given` options; raises UsageError if nothing is left to choose."""
     found: Grid | None = getattr(method_class(method), "grid", None)
+    if method == "klt":
+        raise UsageError("method 'klt' needs no tuning: its option bits is a budget already, such as bits=2.5")
     if found is None:
         known = ", ".join(name for name, chosen in METHODS.items() if hasattr(chosen, "grid"))
         raise UsageError(f"method '{method}' has no option that a budget could choose; one of {known}")

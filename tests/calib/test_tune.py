@@ -215,6 +215,9 @@ def test_what_cannot_be_chosen(subject, tokens):
         candidates("full", {}, *asked)
     assert message(error).startswith("method 'full' has no option that a budget could choose; one of csr, gear")
     with pytest.raises(UsageError) as error:
+        candidates("klt", {}, *asked)
+    assert message(error).startswith("method 'klt' needs no tuning: its option bits is a budget already")
+    with pytest.raises(UsageError) as error:
         candidates("h2o", {"heavy": 0.1, "recent": 0.1}, *asked)
     assert "every option of 'h2o' that a budget could choose is given (heavy, recent)" in message(error)
     with pytest.raises(UsageError) as error:
