@@ -1,6 +1,7 @@
 """`calib generate`: runs one prompt with a method's cache and with transformers' `DynamicCache`, and shows both memories."""
 
 import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,8 @@ def run(argv: Sequence[str]) -> int:
 
     parser = Parser(
         prog="calib generate",
-        description="Run a prompt through a method and through transformers' DynamicCache, and show both memories.",
+        description="Run a prompt through a method and through transformers' DynamicCache, and show both memories. The prompt is "
+        "continued as it is: no chat template is applied.",
         epilog="A method's own options follow as flags (--bits 2 --group 32); `calib methods NAME` lists them.",
         allow_abbrev=False,
     )
@@ -38,7 +40,7 @@ def run(argv: Sequence[str]) -> int:
     prompt.add_argument(
         "--prompt", help="the text to continue (default: lines to remember, and a question about one of them)"
     )
-    prompt.add_argument("--prompt-file", type=Path, help="a UTF-8 file that holds it")
+    prompt.add_argument("--prompt-file", type=Path, help="a UTF-8 file that holds it, - for stdin")
     parser.add_argument(
         "--max-new-tokens",
         type=int,
@@ -65,7 +67,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def read_prompt(asked: argparse.Namespace) -> tuple[str, str | None]:
-    """Returns the prompt, given as text, in a file, or generated (lines to remember), and the answer of a generated one.
+    """Returns the prompt, given as text, in a file, on stdin, or generated (lines to remember), and the answer of a generated one.
 
     The answer is None otherwise. Raises UsageError for text that is not UTF-8, or a file that cannot be read.
     """
@@ -82,6 +84,8 @@ def read_prompt(asked: argparse.Namespace) -> tuple[str, str | None]:
         return str(asked.prompt), None
     if asked.prompt_file is not None:
         try:
+            if str(asked.prompt_file) == "-":
+                return sys.stdin.buffer.read().decode(), None
             return asked.prompt_file.read_text(encoding="utf-8"), None
         except (OSError, UnicodeDecodeError) as error:
             raise UsageError(f"cannot read the prompt file '{asked.prompt_file}': {error}") from error

@@ -1,5 +1,6 @@
 """`calib generate` and `calib methods`: what they print, and one line with status 2 for a wrong request."""
 
+import io
 import re
 from importlib import resources
 from pathlib import Path
@@ -69,6 +70,22 @@ def test_a_prompt_that_stays_in_the_window_is_no_failure(model, capsys):
     assert cli.main(["generate", "--model", model, "--prompt", "the fox", "--max-new-tokens", "3"]) == 0
     shown = capsys.readouterr().out
     assert "nothing is encoded yet" in shown and "% of" not in shown and "bits per value" not in shown
+
+
+def test_a_prompt_may_come_from_stdin(model, capsys, monkeypatch):
+    asked = ["generate", "--model", model, "--prompt-file", "-", "--max-new-tokens", "2"]
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"the quick fox"), encoding="ascii"))
+    assert cli.main(asked) == 0
+    assert "tokens, ends 'the quick fox'" in capsys.readouterr().out
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9"), encoding="ascii"))
+    assert cli.main(asked) == 2
+    assert "cannot read the prompt file '-': 'utf-8' codec" in capsys.readouterr().err
+
+
+def test_the_help_says_that_no_chat_template_is_applied(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["generate", "--help"])
+    assert "no chat template is applied" in " ".join(capsys.readouterr().out.split())
 
 
 def test_without_a_prompt_there_is_a_question_to_answer(model, capsys):
