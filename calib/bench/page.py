@@ -31,7 +31,8 @@ BYTES = (
 COMPUTED = (
     "Computed from the bytes of batches 1 and 2, as weights + fixed + batch size x bytes per sequence. These are the bytes of the "
     "peak, or of the cache alone (the batch is then an upper bound) if the peak is not known or a larger batch does not confirm "
-    "it. On a GPU batches near the computed one are tried as well. CUDA's own context is not included."
+    "it. Fixed is about 0 if noise of both makes it negative. On a GPU batches near the computed one are tried as well. CUDA's own "
+    "context is not included."
 )
 
 

@@ -80,8 +80,9 @@ def largest_table(run: Run) -> Table:
         law = row["peak"] or row["cache"]
         seen = "" if row["tried"] is None else str(row["tried"])
         by = row["by"] if row["peak"] else "cache alone, at most"
-        bytes_of = (law["fixed"], law["per_row"], row["cache"]["per_row"])
-        lines.append([row["name"], str(row["context"]), str(row["computed"]), by, seen, *map(spoken_size, bytes_of)])
+        fixed = "about 0" if law["fixed"] < 0 else spoken_size(law["fixed"])  # 2 a - b, of two measured bytes
+        bytes_of = map(spoken_size, (law["per_row"], row["cache"]["per_row"]))
+        lines.append([row["name"], str(row["context"]), str(row["computed"]), by, seen, fixed, *bytes_of])
     limit = spoken_size(run["config"]["memory"])
     return Table(f"{LARGEST} in {limit}", header, lines, by_layer=True)
 

@@ -74,6 +74,9 @@ def test_tables_say_what_the_document_holds(report):
         ["failed", "", ""],
     ]
     assert largest.rows[2][5:] == ["0 B", "2.00 MiB", "1.00 MiB"]
+    noisy = made_up()
+    noisy["largest"][2]["peak"]["fixed"] = -508 * 2**10
+    assert tables(noisy)[-1].rows[2][5:] == ["about 0", "2.00 MiB", "1.00 MiB"]
     for table in found.values():
         assert all(len(line) == len(table.header) for line in table.rows)
         assert all(list(line) in report.rows for line in table.rows)
