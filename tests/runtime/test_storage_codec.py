@@ -359,6 +359,15 @@ def test_artifacts_that_it_refuses(artifact):
     assert given.bytes_per_token == of_artifact(artifact).bytes_per_token
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("forms", FORMS, ids=str)
+def test_finite_entries_may_be_as_large_as_the_dtype_holds(model, artifact, forms, dtype):
+    """Their sum is infinite in float32. Entries outside the ranges of a code are cut, so what comes back is finite."""
+    codec, chunk = of_artifact(artifact, **forms), torch.full((2, 2, 70, 64), 3e36, dtype=dtype)
+    chunk[:, :, 20:30], chunk[:, :, 30:40] = torch.finfo(dtype).max, torch.finfo(dtype).min
+    assert bool(codec.decode(codec.encode(chunk, 0)).isfinite().all())
+
+
 def test_chunks_that_it_refuses(model, artifact):
     codec, chunk = of_artifact(artifact), chunk_of(model, 5)
     for wrong in (chunk[:, :1], chunk[0], chunk[..., :32], chunk[:, :, :0], torch.cat([chunk, chunk])):
