@@ -131,7 +131,8 @@ class Rotation:
             return False
         at = 7
         with torch.no_grad():
-            x = torch.randn(1, 1, 1, 2 * len(self.frequencies), generator=torch.Generator().manual_seed(0))
+            draw = torch.Generator().manual_seed(0)
+            x = torch.randn(1, 1, 1, 2 * len(self.frequencies), generator=draw, dtype=torch.float32)
             x = x.to(getattr(embedding, _named(kind, "inv_freq")).device)
             cos, sin = embedding(x, torch.tensor([[at]], device=x.device), *([kind] if kind else []))
             # Gemma 4's function takes one tensor, others take queries and keys.

@@ -42,7 +42,7 @@ def first_token(tokenizer: PreTrainedTokenizerBase) -> int:
 
 def spread(some: Tensor, others: Tensor) -> Tensor:
     """Returns the rows of both `[count, length]` interleaved: each in its order, and the fewer ones evenly among the others."""
-    positions = torch.cat([(torch.arange(len(x)) + 0.5) / max(1, len(x)) for x in (some, others)])
+    positions = torch.cat([(torch.arange(len(x), dtype=torch.float32) + 0.5) / max(1, len(x)) for x in (some, others)])
     return torch.cat([some, others])[positions.argsort(stable=True)]
 
 

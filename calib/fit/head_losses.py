@@ -58,7 +58,7 @@ def head_losses(model: PreTrainedModel, artifact: Artifact, tokens: Tensor) -> t
 
     Raises ValueError if the model cannot be compressed.
     """
-    chosen = torch.linspace(0, len(tokens) - 1, min(len(tokens), SEQUENCES)).round().long()
+    chosen = torch.linspace(0, len(tokens) - 1, min(len(tokens), SEQUENCES), dtype=torch.float32).round().long()
     tokens = tokens[chosen].to(entry_device(model))
     prefix = tokens.shape[1] - said_of(tokens.shape[1])
     # The factors hold for errors of any code, and uniform levels are encoded faster than a trellis.
@@ -124,7 +124,7 @@ def factors(losses: Tensor, predicted: Tensor) -> Tensor:
     of_head, of_layer = (
         (kl.sum(over, keepdim=True) / foreseen.sum(over, keepdim=True)).clamp(1 / MOST, MOST) for over in (0, (0, 3))
     )
-    own = (trust := told.sum(0)) / (trust + DOUBT)
+    own = (trust := told.sum(0)).float() / (trust + DOUBT)
     found = (of_head[0] ** own * of_layer[0] ** (1 - own)) ** POWER
     return found.where(trust > 0, 1)
 

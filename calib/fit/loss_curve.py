@@ -68,7 +68,7 @@ def loss_curve(
             for budget, cache in caches.items():
                 losses[budget] += divergence(model, row[prefix:], cache, said)
     found = [(budgets.at_bits(budget).error, max(0.0, loss / len(tokens))) for budget, loss in losses.items()]
-    return {LOSSES[rope]: torch.tensor(sorted(found)).cummax(0).values}
+    return {LOSSES[rope]: torch.tensor(sorted(found), dtype=torch.float32).cummax(0).values}
 
 
 def divergence(model: PreTrainedModel, answer: Tensor, cache: Cache, said: Tensor) -> float:

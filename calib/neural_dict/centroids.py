@@ -57,5 +57,5 @@ def unit_rows(rows: Tensor, draw: Generator | None = None) -> Tensor:
     """Returns `rows [N, d]` scaled to length 1 (ReNorm, eq. 9); rows of zeros get a random direction if `draw` is given."""
     if draw is not None:
         zero = (rows == 0).all(1, keepdim=True)
-        rows = torch.where(zero, torch.randn(rows.shape, generator=draw).to(rows), rows)
+        rows = torch.where(zero, torch.randn(rows.shape, generator=draw, dtype=torch.float32).to(rows), rows)
     return torch.nn.functional.normalize(rows, dim=1)

@@ -57,11 +57,11 @@ class NeuralDictionary(nn.Module):
     def __init__(self, task: Task, options: DictionaryOptions, seed: int) -> None:
         super().__init__()
         self.task, self.options, self.seed = task, options, seed
-        empty = torch.zeros(task.atoms, task.samples.shape[1])
+        empty = torch.zeros(task.atoms, task.samples.shape[1], dtype=torch.float32)
         self.atoms = nn.Parameter(empty.clone())
         for name in ("first_moment", "second_moment", "best"):
             self.register_buffer(name, empty.clone())
-        self.register_buffer("last_losses", torch.zeros(2))  # L_MSE and L_div of the batch before
+        self.register_buffer("last_losses", torch.zeros(2, dtype=torch.float32))  # L_MSE and L_div of the batch before
         self.register_buffer("losses", torch.full((2,), math.inf, dtype=torch.float64))  # validation: initial, best
         self.register_buffer("epochs", torch.zeros(2, dtype=torch.int64))  # finished; those when the best was found
         self.register_buffer("figures", torch.zeros(len(FIGURES), dtype=torch.float64))
@@ -92,7 +92,7 @@ class NeuralDictionary(nn.Module):
         self.step = int(self.epochs[0]) * self.batches
         # Adam updates these buffers in place, so the checkpoint has its moments.
         self.optimizer.state[self.atoms] = {
-            "step": torch.tensor(float(self.step)),
+            "step": torch.tensor(float(self.step), dtype=torch.float32),
             "exp_avg": self.first_moment,
             "exp_avg_sq": self.second_moment,
         }
@@ -105,7 +105,7 @@ class NeuralDictionary(nn.Module):
         """Draws the order of the samples and resets counts and sums."""
         self.order = torch.randperm(len(self.samples), generator=self.draw("order")).to(self.samples.device)
         self.used = torch.zeros(len(self.atoms), dtype=torch.int64, device=self.order.device)
-        self.summed = torch.zeros(2, device=self.order.device)
+        self.summed = torch.zeros(2, dtype=torch.float32, device=self.order.device)
 
     def train_part(self, part: int, parts: int) -> None:
         """Trains on part number `part`, from 0, of `parts` equal parts of the epoch's batches."""

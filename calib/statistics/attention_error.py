@@ -26,7 +26,9 @@ def causal_mask(rows: Tensor, tokens: int, window: int | None) -> Tensor:
     hidden = key > query
     if window is not None:
         hidden = hidden | (key <= query - window)
-    return torch.zeros(hidden.shape, device=rows.device).masked_fill_(hidden, -torch.inf)[None, None]
+    return torch.zeros(hidden.shape, dtype=torch.float32, device=rows.device).masked_fill_(hidden, -torch.inf)[
+        None, None
+    ]
 
 
 def attention_weights(queries: Tensor, keys: Tensor, mask: Tensor, scaling: float, softcap: float | None) -> Tensor:
@@ -77,7 +79,7 @@ class Reference:
         if tokens == 0:
             raise RunError(f"a sequence of {sample.keys.shape[2]} tokens is too short: at least {GROUP} are needed")
         # Computed on the CPU: another device may round differently.
-        positions = torch.linspace(tokens // 2, tokens - 1, min(rows, tokens - tokens // 2)).long()
+        positions = torch.linspace(tokens // 2, tokens - 1, min(rows, tokens - tokens // 2), dtype=torch.float32).long()
         positions = positions.to(sample.queries.device)
         queries = sample.queries[:, :, positions]
         keys, values = sample.keys[:, :, :tokens].float(), sample.values[:, :, :tokens].float()

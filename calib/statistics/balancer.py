@@ -23,7 +23,7 @@ class Balancers(Statistic):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         for name in self.reductions:
-            self.register_buffer(name, torch.zeros(shape.layers, shape.kv_heads, shape.head_dim))
+            self.register_buffer(name, torch.zeros(shape.layers, shape.kv_heads, shape.head_dim, dtype=torch.float32))
 
     def observe(self, sample: LayerSample) -> None:
         """Updates the layer's maxima."""

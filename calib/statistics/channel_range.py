@@ -20,7 +20,9 @@ class ChannelRanges(Statistic):
         super().__init__()
         sizes = (shape.layers, shape.kv_heads, shape.head_dim)
         for name, reduction in self.reductions.items():
-            self.register_buffer(name, torch.full(sizes, torch.inf if reduction == "min" else -torch.inf))
+            self.register_buffer(
+                name, torch.full(sizes, torch.inf if reduction == "min" else -torch.inf, dtype=torch.float32)
+            )
 
     def observe(self, sample: LayerSample) -> None:
         """Widens the layer's ranges."""

@@ -19,7 +19,9 @@ class ChannelScales(Statistic):
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.register_buffer("values_max", torch.zeros(shape.layers, shape.kv_heads, shape.head_dim))
+        self.register_buffer(
+            "values_max", torch.zeros(shape.layers, shape.kv_heads, shape.head_dim, dtype=torch.float32)
+        )
 
     def observe(self, sample: LayerSample) -> None:
         """Updates the layer's maxima."""

@@ -88,7 +88,7 @@ class ClipFactors(Statistic):
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns the factors with the least error."""
-        factors = torch.tensor(self.factors)
+        factors = torch.tensor(self.factors, dtype=torch.float32)
         return {
             f"{form.stream}.clip.{form.name}": factors[getattr(self, f"error_{number}").cpu().argmin(-1)]
             for number, form in enumerate(self.forms)

@@ -74,7 +74,7 @@ class JointCodes:
 
     def at(self, price: float) -> "JointCodes":
         """Returns the same code with the widths that minimise error + price * bits."""
-        return replace(self, widths=(self.errors + price * torch.arange(MOST_BITS + 1)).argmin(-1))
+        return replace(self, widths=(self.errors + price * torch.arange(MOST_BITS + 1, dtype=torch.float32)).argmin(-1))
 
     @property
     def bits(self) -> int:

@@ -61,4 +61,4 @@ class NuqRanges(LayerSamples):
     def tensors(self) -> dict[str, Tensor]:
         """Returns shares and ranges."""
         low, high = (torch.stack(end) for end in zip(*map(self.of_layer, range(len(self.layers))), strict=True))
-        return {NUQ_SHARES: torch.tensor(self.shares), "keys.nuq.low": low, "keys.nuq.high": high}
+        return {NUQ_SHARES: torch.tensor(self.shares, dtype=torch.float32), "keys.nuq.low": low, "keys.nuq.high": high}

@@ -69,7 +69,10 @@ class OutlierThresholds(LayerSamples):
                 ):
                     for end, threshold in zip(("low", "high"), thresholds(entries, self.shares), strict=True):
                         by_layer.setdefault(f"{stream}.outliers.{part}.{end}", []).append(threshold)
-        return {"outliers.shares": torch.tensor(self.shares), **{name: torch.stack(x) for name, x in by_layer.items()}}
+        return {
+            "outliers.shares": torch.tensor(self.shares, dtype=torch.float32),
+            **{name: torch.stack(x) for name, x in by_layer.items()},
+        }
 
 
 def thresholds(x: Tensor, shares: Sequence[float]) -> tuple[Tensor, Tensor]:

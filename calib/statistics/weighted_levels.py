@@ -23,7 +23,7 @@ def best_levels(weight: Tensor, moment: Tensor, count: int) -> Tensor:
     some = weight > LEAST * weight.sum()
     w, y = weight[some], moment[some] / weight[some]
     if not len(w):
-        return torch.linspace(-1, 1, count)
+        return torch.linspace(-1, 1, count, dtype=torch.float32)
     if len(w) <= count:
         return torch.cat([y, y[-1:].expand(count - len(w))]).float()
     sums = [torch.cat([w.new_zeros(1), part.cumsum(0)]) for part in (w, w * y, w * y * y)]

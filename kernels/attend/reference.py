@@ -49,7 +49,7 @@ def keys_of_codes(
 def keys_of_numbers(codes: Tensor, matrix: Tensor, sizes: Tensor | None) -> Tensor:
     """`keys_of_codes` for unpacked `codes [..., kv_heads, components, tokens]`."""
     *lead, components, tokens = codes.shape
-    numbers = torch.empty(*lead, matrix.shape[-1], tokens, device=codes.device)
+    numbers = torch.empty(*lead, matrix.shape[-1], tokens, dtype=torch.float32, device=codes.device)
     if sizes is None:
         numbers[..., :components, :].copy_(codes)
     else:

@@ -53,7 +53,7 @@ def stream_of(
     wide = words_per_token(channels, bits) if counts is None else sum(counts)
     codes = torch.empty(1, 1, page, wide, dtype=torch.int16, device="meta")
     if mode == NONE:
-        fixed = (torch.empty(1, 1, 1, device="meta"),) * 2
+        fixed = (torch.empty(1, 1, 1, dtype=torch.float32, device="meta"),) * 2
         return PackedStream(bits, codes, channels, fixed=fixed, counts=counts)
     rows, columns, tokens = (page // size, 2 * channels, size) if mode == CHANNEL else (page, 2 * size, 1)
     return PackedStream(
@@ -69,7 +69,7 @@ def exact_stream(channels: int) -> PackedStream:
 def rope_tables_of(components: int, channels: int) -> RopeTables:
     """RoPE tables on the meta device to compile for."""
     sizes = ((1, components, channels), (1, 1, 1), (1, 1, channels), (1, 2, channels // 2), (STRIDE, 2, channels // 2))
-    axes, *others = (torch.empty(size, device="meta") for size in sizes)
+    axes, *others = (torch.empty(size, dtype=torch.float32, device="meta") for size in sizes)
     return RopeTables(axes.half(), *others)
 
 

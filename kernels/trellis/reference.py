@@ -73,7 +73,9 @@ def _in_planes(x: Tensor, fields: int) -> Tensor:
 @cache
 def _halves(widths: Widths, device: torch.device) -> Tensor:
     """2^(b-1) of each field, the number of values of f: float32 `[fields, 1, 1, 1]`; cached, as it costs as much as its use."""
-    return torch.stack([torch.full((1, 1, 1), 2.0 ** (width - 1), device=device) for width in widths])
+    return torch.stack(
+        [torch.full((1, 1, 1), 2.0 ** (width - 1), dtype=torch.float32, device=device) for width in widths]
+    )
 
 
 def subsets_of(u: Tensor) -> Tensor:
@@ -157,7 +159,7 @@ def _in_bits(flags: Tensor) -> Tensor:
 
 @cache
 def _powers(device: torch.device) -> Tensor:
-    return 2.0 ** torch.arange(STATES, device=device)
+    return 2.0 ** torch.arange(STATES, dtype=torch.float32, device=device)
 
 
 @cache

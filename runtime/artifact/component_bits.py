@@ -230,7 +230,7 @@ def _curves(errors: Tensor, patterns: tuple[tuple[int, ...], ...], unit: int) ->
     for number, widths in enumerate(patterns):
         for plane in range(planes):
             taken[plane, widths[plane] if plane < len(widths) else 0, number] = 1
-    found = torch.empty(*errors.shape[:2], len(patterns), most + 1)
+    found = torch.empty(*errors.shape[:2], len(patterns), most + 1, dtype=torch.float32)
     for units in range(most + 1):
         ends = (torch.arange(planes + 1) * units * unit).clamp(max=channels)
         runs = sums[:, :, ends].diff(dim=2).flatten(2)  # [streams, heads, planes * 9]

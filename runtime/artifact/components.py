@@ -94,7 +94,7 @@ def allocator(artifact: Artifact, coding: Coding | None = None) -> Allocator:
     """Returns the allocator of bits for the artifact's `errors` tensors and a coding (None: the default one); cached."""
     own, coding = _allocators.setdefault(artifact, {}), coding or coding_of(artifact)
     if coding not in own:
-        left = torch.tensor(TRELLIS_ERRORS if coding.trellis else (1.0,) * (MOST_BITS + 1))
+        left = torch.tensor(TRELLIS_ERRORS if coding.trellis else (1.0,) * (MOST_BITS + 1), dtype=torch.float32)
         errors = {role: artifact.tensor(coding.name(role, "errors"), READER) * left for role in ROLES}
         own[coding] = Allocator(errors, coding.size_bytes(errors["keys"].shape[1]))
     return own[coding]
@@ -191,7 +191,7 @@ def layer_codes(artifact: Artifact, role: str, layer: int, words: Words, coding:
         artifact.tensor(coding.name(role, kind), READER)[layer] for kind in ("mean", "basis", "steps", "errors")
     )
     stem = coding.name(role, "steps").removesuffix(".steps")
-    rows, ranges = rows.double(), steps.double() * 2.0 ** torch.arange(steps.shape[-1])
+    rows, ranges = rows.double(), steps.double() * 2.0 ** torch.arange(steps.shape[-1], dtype=torch.float64)
     columns = _inverse(coding.name(role, "basis"), layer, rows)  # [kv_heads, D, components]
     deviation = errors[..., 0].double().sqrt()
     spread = (columns.square() @ errors[..., :1].double())[..., 0].sqrt()

@@ -23,7 +23,7 @@ class Extremes:
         self._copied: torch.cuda.Event | None = None
         self._by_channel = extremes_of(tensor) if by_channel and not tensor.is_meta else None
         if tensor.is_meta:  # no values: treated as small
-            self._on_host = torch.zeros(2)
+            self._on_host = torch.zeros(2, dtype=torch.float32)
             return
         source = tensor.detach() if self._by_channel is None else self._by_channel
         # In memory order: torch would copy transposed tensors, as values are, and extremes do not depend on the order.

@@ -78,7 +78,9 @@ class KVQuant(Method):
         low, high = (artifact.tensor(f"keys.nuq.{end}", self.name)[layer, ..., share] for end in ("low", "high"))
         keys, values = (Codebook(self._levels(stream, layer, share, artifact)) for stream in ("keys", "values"))
         tier = TierPlan(
-            TierStages(ChannelRange.between(low, high), self._sparse(keys, geometry, torch.ones(()))),
+            TierStages(
+                ChannelRange.between(low, high), self._sparse(keys, geometry, torch.ones((), dtype=torch.float32))
+            ),
             TierStages(Identity(), self._sparse(TokenRange(values), geometry)),
         )
         return TieredPlan((tier,), RatioTiers((1.0,), block=1, sinks=self.sinks), before_rope=True)

@@ -134,7 +134,7 @@ class Stream:
         """The decoded tokens of a row of `length` tokens, in order: float32 `[kv_heads, packed tokens, head_dim]`."""
         pool, group, packed = self.pool, self.plan.codec.token_group(), self.plan.schedule.packed(length)
         if not packed:
-            return torch.zeros(pool.kv_heads, 0, self.head_dim, device=pool.device)
+            return torch.zeros(pool.kv_heads, 0, self.head_dim, dtype=torch.float32, device=pool.device)
         whole = -(-packed // group) * group  # a group's codes are read together with its parameters
         pages = table.pages(row, 0, -(-packed // pool.page_tokens))
         block = pool.of_row(pages, whole)

@@ -59,4 +59,6 @@ def _scaled(scales: Tensor, std: Tensor) -> Tensor:
 def _imbalance(row_std: Tensor, column_std: Tensor) -> Tensor:
     """Largest over least deviation of the rows, plus that of the columns: `[..., 1, 1]`, at best 2."""
     sides = (std.flatten(-2).aminmax(dim=-1) for std in (row_std, column_std))
-    return sum((most / least.clamp(min=TINY) for least, most in sides), start=torch.zeros(()))[..., None, None]
+    return sum((most / least.clamp(min=TINY) for least, most in sides), start=torch.zeros((), dtype=torch.float64))[
+        ..., None, None
+    ]

@@ -162,7 +162,9 @@ class BudgetStore(BudgetScores):
         # By position. Without earlier tokens the candidates are in that order already; the recent ones are the last.
         order = arrival.positions.argsort(-1)[..., :count] if arrival.slots else None
         if self.saliency is None:  # locality alone: `heavy` is 0, and every candidate loses
-            scores = torch.zeros(*arrival.positions.shape[:2], count, device=arrival.positions.device)
+            scores = torch.zeros(
+                *arrival.positions.shape[:2], count, dtype=torch.float32, device=arrival.positions.device
+            )
         else:
             scores = self.scores(arrival.mass)
             scores = scores[..., :count] if order is None else scores.gather(2, order)

@@ -37,7 +37,7 @@ class BudgetScores(TieredStore):
         super().__init__(plan, keys, values, sequences, context)
         self.tiering: HeavyHitterBudget = plan.tiering
         self.numbers = 0 if self.saliency is None else 1 + self.saliency.counts_rows
-        self.mass = torch.zeros(keys.shape[0], self.numbers * self.heads, 0, device=keys.device)
+        self.mass = torch.zeros(keys.shape[0], self.numbers * self.heads, 0, dtype=torch.float32, device=keys.device)
         self.of_rows: tuple[str, ...] = ("mass",)
         measured = (transform.measured for transform in self.transforms.values())
         self.measures_queries = any(recipe is not None and recipe.needs_queries for recipe in measured)
@@ -77,7 +77,7 @@ class BudgetScores(TieredStore):
         begin = [] if self.plan.probes is None else [row for row in rows if not forward.before[row]]
         if not begin and (newest is None or newest >= count):
             return Observed(tier=True)
-        looked = torch.zeros(len(rows), count)
+        looked = torch.zeros(len(rows), count, dtype=torch.float32)
         looked[:, -(newest or count) :] = 1
         for row in begin:
             looked[row - rows.start] = 0

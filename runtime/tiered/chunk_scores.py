@@ -35,7 +35,7 @@ class ChunkScores(TieredStore):
         self.probes = ChunkProbes(own, self.tiering)
         if self.observes:
             sequences.probe_rows.add(context.layer, own)
-        self.mass = torch.zeros(keys.shape[0], self.heads, self._mass_slots, device=keys.device)
+        self.mass = torch.zeros(keys.shape[0], self.heads, self._mass_slots, dtype=torch.float32, device=keys.device)
 
     @property
     def _mass_slots(self) -> int:

@@ -34,7 +34,7 @@ class ForwardStats:
             if len(span) == seen.new.shape[0] == len(rows) and rows[0] == span.start and rows[-1] == span.stop - 1:
                 return seen.held, seen.new
         slots = max((seen.held.shape[2] for seen in self.seen.values()), default=0)
-        held, new = (torch.zeros(len(rows), heads, size, device=device) for size in (slots, count))
+        held, new = (torch.zeros(len(rows), heads, size, dtype=torch.float32, device=device) for size in (slots, count))
         for span, seen in self.seen.items():
             inside = [(i, row - span.start) for i, row in enumerate(rows) if row in span]
             if inside:

@@ -36,7 +36,7 @@ class LocalStore(TieredStore):
         super().__init__(plan, keys, values, sequences, context)
         self.tiering: InitialAndWindow = plan.tiering
         self.windows = (Window(self.tiering.longest(), keys), Window(self.tiering.longest(), values))
-        self.mass = torch.zeros(*keys.shape[:2], 0, device=keys.device)
+        self.mass = torch.zeros(*keys.shape[:2], 0, dtype=torch.float32, device=keys.device)
         self.representatives = keys.new_zeros(*keys.shape[:2], 0, plan.representatives, keys.shape[3])
 
     @property

@@ -182,7 +182,9 @@ class TieredStore(ABC):
             self.shown.probes[row] = probes
             unseen = not len(probes)
             found.append(
-                torch.zeros(keys.shape[1:3], device=keys.device) if unseen else self._mass_of_prompt(request, i, probes)
+                torch.zeros(keys.shape[1:3], dtype=torch.float32, device=keys.device)
+                if unseen
+                else self._mass_of_prompt(request, i, probes)
             )
         mass = found[0][None] if len(found) == 1 else torch.stack(found)
         return AttentionStats(mass[:, :, :0], mass)

@@ -241,7 +241,9 @@ class Tier:
         """Keys and values `[kv_heads, count, head_dim]` of a row with these `pages` in the pool and in `row_params`."""
         if not count:
             heads, device = self.pool.kv_heads, self.pool.device
-            keys, values = (torch.zeros(heads, 0, width, device=device) for width in self.widths.values())
+            keys, values = (
+                torch.zeros(heads, 0, width, dtype=torch.float32, device=device) for width in self.widths.values()
+            )
             return keys, values
         block = self.pool.of_row(pages, count)
         if self.row_params is not None:

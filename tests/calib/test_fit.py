@@ -64,6 +64,17 @@ def fitted(toy, tmp_path_factory):
         os.chdir(here)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_the_default_dtype_changes_nothing(toy, fitted, dtype):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        assert main(words(toy, "--trainer.logger=false")) == 0
+    finally:
+        torch.set_default_dtype(before)
+    assert Path("out/toy.calib.safetensors").read_bytes() == fitted.read_bytes()
+
+
 def test_the_artifact_belongs_to_the_model_and_holds_what_the_registry_names(toy, fitted):
     artifact = Artifact.load(fitted)
     artifact.check(AutoModelForCausalLM.from_pretrained(toy / "llama"))

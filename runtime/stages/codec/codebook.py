@@ -50,7 +50,7 @@ class Codebook(Codec):
         values = x.float().transpose(0, 1).flatten(1).sort(-1).values  # [kv_heads, n], rising
         if not values.shape[1]:
             raise ValueError("a table needs samples to be fitted to, got none; give at least one token")
-        at = (torch.arange(2**bits, device=x.device) + 0.5) / 2**bits * values.shape[1]
+        at = (torch.arange(2**bits, dtype=torch.float32, device=x.device) + 0.5) / 2**bits * values.shape[1]
         table = values[:, at.long()]
         for _ in range(ROUNDS):
             index = _nearest(values, table)
